@@ -206,17 +206,17 @@ def compared_text(speedup: float | None, other: str = "") -> str:
 
     Example:
         >>> compared_text(1.5), compared_text(0.18), compared_text(1.001)
-        ('1.50× as fast', '5.56× the time', 'as fast')
+        ('1.50× as fast', '5.56× as long', 'equally fast')
         >>> compared_text(0.18, "the baseline ddp")
-        '5.56× the time of the baseline ddp'
+        '5.56× as long as the baseline ddp'
     """
     if speedup is None or not math.isfinite(speedup) or speedup <= 0:
         return UNKNOWN
     if abs(speedup - 1) < 0.005:
-        return f"as fast as {other}" if other else "as fast"
+        return f"as fast as {other}" if other else "equally fast"
     if speedup > 1:
         return f"{factor_text(speedup)} as fast{f' as {other}' if other else ''}"
-    return f"{factor_text(1 / speedup)} the time{f' of {other}' if other else ''}"
+    return f"{factor_text(1 / speedup)} as long{f' as {other}' if other else ''}"
 
 
 def measured_text(seconds: float | None, spread: float | None) -> str:
@@ -255,7 +255,7 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 def is_library(file: str) -> bool:
     """Whether a source file belongs to this package, its methods, torch or the standard library."""
-    in_stdlib = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
+    in_stdlib = file.startswith(sysconfig.get_paths()["stdlib"] + os.sep) and "site-packages" not in file
     ours = Path(__file__).parent
     torch = importlib.util.find_spec("torch")
     folders = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, final
 
@@ -150,9 +150,8 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         attach = _run_by(outcome, job, group)
         # The plan is for all stages; a rank divides the parameters of its own.
         names = {plain_name(name) for name, _ in job.module.named_parameters(remove_duplicate=False)}
-        divide_parameters(
-            job.module, {name: dim for name, dim in outcome.dims.items() if name in names}, group
-        )
+        dims = {name: dim for name, dim in outcome.dims.items() if name in names}
+        divide_parameters(job.module, dims, group)
         ranks = group.mesh.get_group()
         whole = [p for name, p in job.module.named_parameters() if plain_name(name) not in outcome.dims]
         broadcast_from_first(job, (*whole, *job.module.buffers()), group=ranks)
@@ -243,38 +242,48 @@ def _make_plan(
     args, kwargs = call_arguments(model, batch, job.inputs.model_input_format)
     shallow = _capture_model(job, model, args, kwargs, units=units)
     prices = _job_prices(job, degree)
-    solution = find_plan(
-        shallow.graph,
-        degree,
-        _plan_request(job, config, prices),
-        prices,
-        states=_describe_states(job),
-        device=job.device,
-    )
+    request, states = _plan_request(job, config, prices), _describe_states(job)
+    solution = find_plan(shallow.graph, degree, request, prices, states=states, device=job.device)
     for warning in solution.warnings:
         job.warn(warning)
-    plan = solution.plan
-    division = division_of(plan, shallow.graph, degree)
+    division = division_of(solution.plan, shallow.graph, degree)
     if config.self_test:
         check_division(division, model, shallow.inputs, job.device)
-    first: dict[int, str] = {}  # of a tied parameter's names, the one that the graph has
-    pairs = model.named_parameters(remove_duplicate=False)
-    names = {plain_name(name): first.setdefault(id(p), plain_name(name)) for name, p in pairs}
-    # Every name of a tied parameter has the placement of the one that the graph has.
-    placements = {name: division.parameters.get(shallow.copy_name(alias)) for name, alias in names.items()}
+    first_names = _find_first_names(model)
+    # The graph has the first name of a parameter alone; every other name has the placement of that one.
+    graph_names = {name: shallow.copy_name(first) for name, first in first_names.items()}
+    placements = {name: division.parameters.get(inside) for name, inside in graph_names.items()}
     dims = {name: placement.dim for name, placement in placements.items() if isinstance(placement, Shard)}
-    sums = frozenset(name for name, alias in names.items() if shallow.copy_name(alias) in division.summed)
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     of_units = {unit: kinds.get(shallow.copy_name(unit), unit) for unit in units}
-    # A unit's own names for tied parameters, as keys of the plan have them.
-    aliases = {
-        kind + name.removeprefix(unit): Shard(dims[name])
-        for name in dims
+    ties = {name: dim for name, dim in dims.items() if name != first_names[name]}
+    return _Planned(
+        plan=solution.plan,
+        run=_add_ties(solution.plan, ties, of_units),
+        known=frozenset(shallow.graph.by_key),
+        dims=dims,
+        summed=frozenset(name for name, inside in graph_names.items() if inside in division.summed),
+        kinds=of_units,
+        note=solution.note,
+    )
+
+
+def _find_first_names(model: nn.Module) -> dict[str, str]:
+    # By each name of a parameter its first one: a tied parameter has several.
+    pairs = [(plain_name(name), id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(parameter, name) for name, parameter in pairs}
+
+
+def _add_ties(plan: OperatorPlan, ties: Mapping[str, int], of_units: Mapping[str, str]) -> OperatorPlan:
+    # A unit has names of its own for the parameters tied to others: keys of the plan begin with its kind.
+    shards = {
+        kind + name.removeprefix(unit): Shard(dim)
+        for name, dim in ties.items()
         for unit, kind in of_units.items()
-        if name != names[name] and name.startswith(f"{unit}.")
+        if name.startswith(f"{unit}.")
     }
-    run = replace(plan, parameters={**plan.parameters, **aliases})
-    return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, sums, of_units, solution.note)
+    return replace(plan, parameters={**plan.parameters, **shards})
 
 
 def _plan_request(job: Job, config: OperatorParallelConfig, prices: OperatorPrices) -> Wanted:

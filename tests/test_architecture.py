@@ -33,7 +33,7 @@ LINES = {
     "checkpoint": 1_912,  # to be 1_900
     "apply": 283,
     "method": 707,
-    "job": 5_938,  # to be 3_100
+    "job": 5_936,  # to be 3_100
     "operators": 4_778,  # to be 4_050
     "pipeline": 4_419,  # to be 4_100
     "sharding": 7_775,  # to be 6_200
@@ -47,7 +47,7 @@ LINES = {
     "capture": 2_213,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_590,  # to be 1_000
-    "opt_lib": 10_110,  # to be 8_300
+    "opt_lib": 10_112,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
@@ -209,10 +209,10 @@ def test_four_arguments_at_most_are_given_by_position() -> None:
 
 LIKE_OTHERS = {
     "__call__", "_batch_norm", "_check_in", "_cross_entropy", "_distinct_ranks", "_find_division", "_get_dataloader",
-    "_grouped_mm", "_init_training_state", "_layer_norm", "_loss_sum", "_run_probe", "_run_updates", "_take_pieces",
+    "_grouped_mm", "_init_training_state", "_layer_norm", "_loss_sum", "_make_runner", "_run_probe", "_run_updates", "_take_pieces",
     "_without_cache", "auto_accelerate", "backward", "chunked_cross_entropy", "cost", "embedding_rows", "forward",
-    "layer_norm", "linear_cross_entropy", "loss_over_samples", "of", "on_step_end", "rank_main", "rms_norm",
-    "run_reference", "set_tp_layer_lists",
+    "layer_norm", "linear_cross_entropy", "loss_over_classes", "loss_over_samples", "of", "on_step_end", "rank_main",
+    "rms_norm", "run_reference", "set_tp_layer_lists",
 }  # fmt: skip
 
 

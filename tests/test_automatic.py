@@ -144,7 +144,7 @@ def test_blocks_are_timed_once_and_read_from_the_database(tmp_path: Path) -> Non
     for result in (first, again):
         assert result is not None
         notes = result.report.search.setting.notes  # type: ignore[union-attr]
-        assert any("times of blocks are measured" in note for note in notes), notes
+        assert any("block times were measured" in note for note in notes), notes
 
 
 def test_the_callers_accumulation_is_part_of_every_candidate() -> None:

@@ -612,6 +612,24 @@ def test_foreach_takes_divided_and_whole_tensors_together() -> None:
         assert found == [1.0] * 11
 
 
+def _draws_beside_a_gpu() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        extend_dtensor_operators(())
+    part = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    torch.manual_seed(3)
+    draws = [torch.rand_like(part).full_tensor(), torch.bernoulli(part + 0.5)]
+    torch.manual_seed(3)
+    whole = torch.zeros(4, 2)
+    wanted = [torch.rand_like(whole), torch.bernoulli(whole + 0.5)]
+    return [torch.equal(draw, value) for draw, value in zip(draws, wanted, strict=True)]
+
+
+def test_tensors_on_the_cpu_draw_as_one_process_where_a_gpu_is_there_too() -> None:
+    assert run_ranks(_draws_beside_a_gpu, 2, timeout_s=60) == [[True, True]] * 2
+
+
 _FIRST_IS_FAKE = """
 import os
 import torch

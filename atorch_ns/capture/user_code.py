@@ -277,7 +277,9 @@ def _import_user_module(target: str, option: str) -> ModuleType:
     try:
         return imported_file(Path(target)) if target.endswith(".py") else imported(target)
     except ModuleNotFoundError as error:
-        if error.name is not None and target.startswith(error.name):  # not a module that it imports
+        if error.name is not None and f"{target}.".startswith(
+            f"{error.name}."
+        ):  # not a module that it imports
             raise InputError(
                 f"{option}: there is no module {target!r} here ({folder}) or on Python's path. Check the name, "
                 "or run the command in the folder that holds it."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +80,13 @@ def all_or_problems(*actions: Callable[[], Any]) -> list[Any]:
 def say(text: str) -> None:
     """Prints on standard error: standard output is for the result."""
     typer.echo(text, err=True)
+
+
+def terminal_columns() -> int:
+    """Columns of standard output: the terminal's, else those of a report in a file."""
+    from atorch_ns.report.text.tables import TEXT_WIDTH
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else TEXT_WIDTH
 
 
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:

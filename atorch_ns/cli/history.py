@@ -46,7 +46,7 @@ def history(
     for each in matches:
         typer.echo("\n".join(_study_lines(each, with_trials=study is not None or len(matches) == 1)))
     if not matches:
-        typer.echo("no search has been noted yet")
+        typer.echo("no search recorded yet")
 
 
 def _as_json(study: StudyRecord) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def _study_lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
     lines = [f"{study.name}  {where}; {searches}, {counted(len(study.trials), 'trial')}"]
     if study.best is not None:
         lines.append(
-            f"  best: {study.best['label']}, {seconds_text(float(study.best['seconds']))} a step (measured)"
+            f"  best: {study.best['label']}, {seconds_text(float(study.best['seconds']))} per step (measured)"
         )
     elif study.fastest is not None:
-        lines.append(f"  fastest so far: {study.fastest.label}; no search has come to its end")
+        lines.append(f"  fastest so far: {study.fastest.label}; no search has finished")
     return lines + (["", *_trial_table(study.trials)] if with_trials and study.trials else [])
 
 

@@ -72,8 +72,8 @@ def _detail_lines(row: dict[str, Any]) -> list[str]:
         f"  {key:<{widths[0]}}  {default:<{widths[1]}}  {row['config'][key].get('description', '')}"
         for key, default in defaults.items()
     ]
-    lines += ["", f"stands with: {', '.join(row['composes_with']) or 'nothing else'}"]
+    lines += ["", f"combines with: {', '.join(row['composes_with']) or 'nothing else'}"]
     if row["conflicts"]:
-        lines += ["", "does not stand with:"]
+        lines += ["", "cannot be combined with:"]
         lines += [f"  {other}: {reason}" for other, reason in row["conflicts"].items()]
     return lines

@@ -19,6 +19,7 @@ from atorch_ns.cli._planning import (
     make_settings,
     read_inputs,
     say,
+    terminal_columns,
 )
 from atorch_ns.errors import InputError
 
@@ -98,7 +99,7 @@ def plan(
     if as_json:
         typer.echo(whole.to_json(), nl=False)
     else:
-        typer.echo(search_text(outcome, top=top))
+        typer.echo(search_text(outcome, width=terminal_columns(), top=top))
         if verbose:
             typer.echo(_operators_report(model_profile, outcome, machines))
     if save_profile is not None:
@@ -169,4 +170,5 @@ def _operators_report(profile: Profile, outcome: SearchOutcome, cluster: Cluster
     resolution = resolve(row.candidate.strategy, cluster, load_registry(), profile=profile)
     workload = Workload(global_batch=outcome.setting.global_batch, num_tokens=outcome.setting.num_tokens)
     info = operators_info(profile.trace, resolution.plan, workload, world_size=cluster.world_size)
-    return f"\nOperators of one rank's step with {row.candidate.label} ({info.precision})\n{operators_text(info)}"
+    table = operators_text(info, width=terminal_columns())
+    return f"\nOperators of one rank's step with {row.candidate.label} ({info.precision})\n{table}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atorch_ns.cli._options import AsJson
-from atorch_ns.cli._planning import one_node, print_json, read_report_or_strategy, say
+from atorch_ns.cli._planning import one_node, print_json, read_report_or_strategy, say, terminal_columns
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def report(
     if as_json:
         typer.echo(document.to_json(), nl=False)
     elif html is None and text is None:
-        typer.echo(str(document))
+        typer.echo(document.to_text(width=terminal_columns()))
 
 
 def explain(

@@ -112,7 +112,8 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
         except (typer.Exit, AtorchError):  # the runs may have differed before they failed
             first, _ = compare_runs(folder, nproc, reduced=False)
             if first is not None:
-                say("\n".join(["before that:", *_difference_lines(_as_json(first), first.job + 1)]))
+                lines = _difference_lines(_as_json(first), first.job + 1)
+                say("\n".join(["before that, the runs differed:", *lines]))
             raise
         run(  # how far rounding alone moves results
             "rounding",
@@ -143,25 +144,21 @@ def _as_json(difference: ScriptDifference) -> dict[str, Any]:
 
 def _difference_lines(difference: dict[str, Any], num_jobs: int) -> list[str]:
     of_job = f" of job {difference['job'] + 1}" if num_jobs > 1 else ""
-    at = (
-        f"after update {difference['step']}{of_job}"
-        if difference["step"]
-        else f"before the first update{of_job}"
-    )
+    at = f"after update {difference['step']}" if difference["step"] else "before the first update"
     if difference["kind"] == "steps":
-        what = f"{difference['name']} did not take it"
+        what = f"{difference['name']} did not take this step"
     elif difference["error"] is None:
-        what = f"{difference['kind']} {difference['name']} is of another shape, not a number, or on one side alone"
+        what = f"{difference['kind']} {difference['name']} has another shape, is not a number, or exists on one side only"
     else:
         others = f"; {counted(difference['others'], 'other tensor')} too" if difference["others"] else ""
         what = (
-            f"{difference['kind']} {difference['name']} on rank {difference['rank']} is off by {difference['error']:.1e}, "
-            f"{difference['tolerance']:.1e} is rounding{others}"
+            f"{difference['kind']} {difference['name']} on rank {difference['rank']} is off by {difference['error']:.1e} "
+            f"(rounding: {difference['tolerance']:.1e}){others}"
         )
-    lines = [f"  {at}: {what}", f"  by {difference['where']}"]
+    lines = [f"  {at}{of_job}: {what}", f"  by {difference['where']}"]
     if not difference["step"]:
         lines.append(
-            "  The script begins with other weights than in one process: does it draw them by the rank?"
+            "  The script starts with other weights than in one process. Does it draw them per rank?"
         )
     return lines
 
@@ -179,7 +176,7 @@ def _script_lines(report: dict[str, Any]) -> list[str]:
         lines += _difference_lines(difference, len(jobs))
     if report["num_dropouts"]:
         lines.append(
-            f"  {counted(report['num_dropouts'], 'Dropout module')} left out: ranks draw other masks than one process"
+            f"  {counted(report['num_dropouts'], 'Dropout module')} left out, because ranks draw other masks than one process"
         )
     lines += [
         f"  job {update['job'] + 1}, update {update['step']}: largest error {update['error']:.1e} of {update['tolerance']:.1e} "
@@ -193,7 +190,7 @@ def _script_lines(report: dict[str, Any]) -> list[str]:
 def _drift_verdict(report: dict[str, Any]) -> str:
     drifting = any(row["state"] == "drifts" for row in report["parameters"])
     if not drifting and all("loss" in reason for reason in report["reasons"]):
-        return "✗ the loss alone is not what one process gives; no parameter drifts"
+        return "✗ only the loss differs from one process; no parameter drifts"
     return "✗ does not train as one process does"
 
 
@@ -207,10 +204,10 @@ def _report_lines(report: dict[str, Any], top: int) -> list[str]:
         f"{verdict}: {report['strategy']} on {counted(report['world_size'], 'rank')}, "
         f"{counted(report['num_steps'], 'step')}{samples}{precision}",
         *(f"  {reason}" for reason in report["reasons"]),
-        f"loss: off by {report['loss_error']:.1e}, {report['loss_tolerance']:.1e} allowed",
+        f"loss: off by {report['loss_error']:.1e} ({report['loss_tolerance']:.1e} allowed)",
         *(f"  step {n}: one process {a:.6f}, ranks {b:.6f}" for n, (a, b) in enumerate(report["losses"], 1)),
-        f"parameters: {report['num_judged']} of {len(rows)} judged, in {mode} mode; errors in units of the gradient, "
-        "and of the update of all steps",
+        f"parameters: {report['num_judged']} of {len(rows)} judged, in {mode} mode; errors are relative to the gradient "
+        "and to the update of all steps",
     ]
     width = max((len(row["name"]) for row in rows[:top]), default=0)
     lines += [

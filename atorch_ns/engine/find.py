@@ -150,7 +150,7 @@ def _take_part(client: Client, worker: Worker, cluster: Cluster, request: Search
     except UnreachableError as error:
         if request.engine is not None:  # a service, not a process of this job
             raise
-        reason = f"it coordinates the search and does not answer any more: {error}"
+        reason = f"it coordinates the search and no longer answers: {error}"
         raise RankError(f"rank 0 has failed or vanished. {reason}", failures={0: reason}) from error
 
 

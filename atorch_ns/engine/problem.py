@@ -62,9 +62,9 @@ def with_replaced_costs(
         other = trace_of(rewritten).trace
     except Exception as error:  # a replacement is the user's code
         reason = " ".join(error_text(error, 160).split())
-        return _add_note(profile, f"With modules replaced the model could not be profiled ({reason})")
+        return _add_note(profile, f"With modules replaced, the model could not be profiled ({reason})")
     if other is None or not _has_same_segments(trace, other):
-        return _add_note(profile, "With modules replaced the model is divided otherwise")
+        return _add_note(profile, "With modules replaced, the model has other segments")
     segments = tuple(
         replace(mine, replaced_costs=theirs.costs)
         for mine, theirs in zip(trace.segments, other.segments, strict=True)
@@ -93,7 +93,7 @@ def _has_same_segments(trace: Trace, other: Trace) -> bool:
 
 def _add_note(profile: Profile, what: str) -> Profile:
     assert profile.trace is not None
-    note = f"{what}: what it saves is not predicted, and such strategies are priced as without."
+    note = f"{what}. The savings are not predicted: such strategies are priced without them."
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, note)))
 
 
@@ -230,7 +230,7 @@ def _time_blocks(profile: Profile, sample: Sample, cluster: Cluster, settings: S
         database=ProfileDatabase(Path(settings.profile_database)),
         re_profile=settings.re_profile,
     )
-    notes = (*trace.notes, f"{len(trace.seconds)} times of blocks are measured, on {trace.timed_on}")
+    notes = (*trace.notes, f"{len(trace.seconds)} block times were measured on {trace.timed_on}")
     new_profile: Profile = replace(profile, trace=replace(trace, notes=notes))
     return new_profile
 

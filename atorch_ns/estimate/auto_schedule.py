@@ -19,6 +19,7 @@ from atorch_ns.estimate.stages import known_stages
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import segments_of
+from atorch_ns.estimate.time.pipeline import send_seconds
 from atorch_ns.estimate.time.traffic import exchanges_of
 from atorch_ns.pipeline import BlockCosts, RecomputeShare, choose_for_device, split_backward
 from atorch_ns.profile import Trace
@@ -147,14 +148,12 @@ def _choose_schedule(context: PricingContext, pipeline: PipelineParallelism, mem
 
 def _block_costs(context: PricingContext) -> BlockCosts:
     segments, exchanges = segments_of(context), exchanges_of(context)
-    costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
     every, rest = _kept_bytes(context)
-    link = context.hardware.within_node
     columns = []
     for s, (time, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
         # Seconds of exchanges are of all passes together: a third counts as forward, two thirds as backward.
         exchange = _first_value(other.seconds) / 3.0
-        output = _first_value(costs[s].output.at(context.num_samples, context.num_tokens))
+        output = context.output_bytes(s)
         column = (
             _first_value(time.forward) + exchange,
             _first_value(time.backward) + 2 * exchange,
@@ -163,8 +162,8 @@ def _block_costs(context: PricingContext) -> BlockCosts:
             _first_value(_state_bytes(context, s)),
             float(every[s, 0]),
             float(rest[s, 0]),
-            output,
-            float(link.message_seconds("send", output)),
+            _first_value(output),
+            _first_value(send_seconds(context, output)),
         )
         columns += [tuple(float(f"{value:.{_DIGITS - 1}e}") for value in column)] * segment.count
     forward, backward, recompute, states, acts, checkpoints, outputs, sends = zip(*columns, strict=True)

@@ -48,11 +48,11 @@ class Prices:
         """[N] seconds per step."""
         return np.asarray(self.time.sum(axis=1))
 
-    def replaced(self, rows: np.ndarray, others: Prices) -> Prices:
-        """These prices with those of the rows of a mask from elsewhere."""
+    def replaced(self, rows: np.ndarray, others: Prices, other_rows: np.ndarray) -> Prices:
+        """These prices with those of the rows of a mask from as many rows elsewhere."""
         columns = {name: getattr(self, name).copy() for name in ("memory", "time", "peak_at")}
         for name, column in columns.items():
-            column[rows] = getattr(others, name)
+            column[rows] = getattr(others, name)[other_rows]
         return replace(self, **columns)
 
     def estimate(self, row: int) -> Estimate:

@@ -23,6 +23,7 @@ from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.cluster import Mesh, gathered
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.same_place import STUCK_S
+from atorch_ns.sharding.compare import sum_of_bits
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import counted, first_few
 from atorch_ns.torch_compat import default_store, local_box, plain_name, step_hooks, without_transforms
@@ -373,36 +374,46 @@ class OutsideWeights:
         """Is among the hooks of optimizers that need no look."""
 
     def _check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
         # A script may go on when its ranks have parted.
-        if not dist.is_initialized() or any(isinstance(owner, OutsideWeights) for owner in owners):
+        if not dist.is_initialized() or not self._is_from_outside(optimizer):
             return
-        parameters = _updated_by(optimizer)
-        # Another may be inside of one of the job's, as that of SAM.
-        is_inside = any(parameters & _updated_by(inside) for inside in self._optimizers)
-        if is_inside or any(isinstance(p, DTensor) or not _is_plain(p) for p in parameters):
+        if self._have_sums_parted(optimizer):
+            optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
+            log.warning(
+                "an optimizer (%s) that auto_accelerate did not create makes weights differ between ranks: nothing averages "
+                "the gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "
+                "auto_accelerate, or average each gradient: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG).",
+                type(optimizer).__name__,
+            )
             return
-        store = default_store()
-        key, sums_here = self._waiting.get(optimizer, ("", b""))
-        if key and store.check([f"{key}/{rank}" for rank in self._others]):
-            del self._waiting[optimizer]
-            if any(store.get(f"{key}/{rank}") != sums_here for rank in self._others):
-                optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
-                log.warning(
-                    "an optimizer (%s) that auto_accelerate did not create makes weights differ between ranks: nothing averages "
-                    "the gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "
-                    "auto_accelerate, or average each gradient: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG).",
-                    type(optimizer).__name__,
-                )
-                return
         index, number = self._updates.get(optimizer) or (next(self._indices), 1)
         self._updates[optimizer] = index, number + 1
         if number in _FIRST_UPDATES:
-            values = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-            key = f"atorch_ns/outside/{self._name}/{index}/{[list(value.shape) for value in values]}/{number}"
-            sums = _on_cpu([sum_of_bits(value) for value in values], 0)
-            self._waiting[optimizer] = key, sums.numpy().tobytes()
-            store.set(f"{key}/{dist.get_rank()}", sums.numpy().tobytes())
+            self._write_sums(optimizer, f"atorch_ns/outside/{self._name}/{index}", number)
+
+    def _is_from_outside(self, optimizer: torch.optim.Optimizer) -> bool:
+        owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
+        if any(isinstance(owner, OutsideWeights) for owner in owners):
+            return False  # of a job, or told of
+        parameters = _updated_by(optimizer)
+        # Another may be inside of one of the job's, as that of SAM.
+        is_inside = any(parameters & _updated_by(inside) for inside in self._optimizers)
+        return not is_inside and not any(isinstance(p, DTensor) or not _is_plain(p) for p in parameters)
+
+    def _have_sums_parted(self, optimizer: torch.optim.Optimizer) -> bool:
+        # Compares the last checksums once, as soon as those of all others are there; does not wait for them.
+        store, (key, sums_here) = default_store(), self._waiting.get(optimizer, ("", b""))
+        if not key or not store.check([f"{key}/{rank}" for rank in self._others]):
+            return False
+        del self._waiting[optimizer]
+        return any(store.get(f"{key}/{rank}") != sums_here for rank in self._others)
+
+    def _write_sums(self, optimizer: torch.optim.Optimizer, start: str, number: int) -> None:
+        values = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        key = f"{start}/{[list(value.shape) for value in values]}/{number}"
+        sums_here = _on_cpu([sum_of_bits(value) for value in values], 0).numpy().tobytes()
+        self._waiting[optimizer] = key, sums_here
+        default_store().set(f"{key}/{dist.get_rank()}", sums_here)
 
 
 def _updated_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
@@ -454,15 +465,6 @@ def _on_cpu(values: list[torch.Tensor], width: int) -> torch.Tensor:
     device = next((value.device for value in values if value.device.type != "cpu"), "cpu")
     alike = [value.to(device) for value in values]  # one copy to the host for all
     return torch.stack(alike).cpu() if values else torch.zeros((0, width) if width else 0)
-
-
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def sum_of_bits(part: torch.Tensor) -> torch.Tensor:
-    """The sum of an array's bits as integers, 0-d int64; equal for equal bits, in any order of summation."""
-    whole = torch.view_as_real(part) if part.is_complex() else part
-    return whole.contiguous().view(_INTEGERS[whole.itemsize]).sum(dtype=torch.int64)
 
 
 def _sample_elements(part: torch.Tensor) -> torch.Tensor:

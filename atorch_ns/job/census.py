@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from atorch_ns.capture.nests import leaves, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job.agreement import sum_of_bits
 from atorch_ns.job.gradients import GradientHooks, follow_backward_passes
 from atorch_ns.job.job import MODEL, Job
+from atorch_ns.sharding.compare import sum_of_bits
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import (
     NO_SECOND_DERIVATIVE,

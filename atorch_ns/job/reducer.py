@@ -474,8 +474,8 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
     num_used = 0 if sparse is None else sparse.values().shape[0]
     # [2] per rank: number of rows, -1 without a gradient; 1 if dense.
     counts = [torch.zeros(2, dtype=torch.int64, device=table.device) for _ in range(group.size())]
-    own_counts = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
-    dist.all_gather(counts, own_counts, group=group)
+    counts_here = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
+    dist.all_gather(counts, counts_here, group=group)
     numbers = [int(number) for number, _ in counts]
     if max(numbers) < 0:
         return
@@ -489,15 +489,16 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
     values = torch.zeros(max(numbers), *table.shape[1:], dtype=table.dtype, device=table.device)
     if sparse is not None:
         rows[:num_used], values[:num_used] = sparse.indices()[0], sparse.values() * factor
-    every_row, every_value = ([torch.empty_like(part) for _ in numbers] for part in (rows, values))
-    dist.all_gather(every_row, rows, group=group)
-    dist.all_gather(every_value, values, group=group)
-    # Drop the padding; coalesce adds rows that several ranks have.
-    row, value = (
-        torch.cat([part[: max(number, 0)] for part, number in zip(parts, numbers, strict=True)])
-        for parts in (every_row, every_value)
-    )
-    table.grad = torch.sparse_coo_tensor(row.unsqueeze(0), value, table.shape).coalesce()
+    all_rows = _gather_unpadded(rows, numbers, group)
+    all_values = _gather_unpadded(values, numbers, group)
+    # coalesce adds rows that several ranks have.
+    table.grad = torch.sparse_coo_tensor(all_rows.unsqueeze(0), all_values, table.shape).coalesce()
+
+
+def _gather_unpadded(part: torch.Tensor, numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in numbers]  # of each rank, of which its number is no padding
+    dist.all_gather(parts, part, group=group)
+    return torch.cat([part[: max(number, 0)] for part, number in zip(parts, numbers, strict=True)])
 
 
 class _LateNumbers:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from atorch_ns.errors import RankError
 from atorch_ns.job.gradients import follow_backward_passes
 from atorch_ns.torch_compat import (
     BACKWARD_FUNCTION,
@@ -29,7 +30,7 @@ from atorch_ns.torch_compat import (
     observe_gathering,
 )
 
-_COMMUNICATION: Final = (str(Path(dist.__file__).parent), str(Path(__file__).parent.parent))
+_COMMUNICATION: Final = (f"{Path(dist.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}")
 """Where the code is that waits for other ranks: torch's and the package's."""
 _POLL_S: Final = 5.0  # between looks of the thread
 STUCK_S: Final = 4 * _POLL_S
@@ -123,7 +124,7 @@ class SamePlace:
             self.meet(letter, self._evaluating)
 
     def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
-        """Waits until ``ranks``, or all, make the call of a letter, so that no exchange mixes calls."""
+        """Waits until ``ranks``, or all, make the call of a letter; :class:`RankError` if one does not come."""
         self._add_call(letter)
         self._meetings[letter] += 1
         number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
@@ -132,9 +133,17 @@ class SamePlace:
             store.delete_key(f"{key}/{number}")
             store.set(key, str(number))
         self._is_meeting, pause = True, _MEETING_S
+        end = time.monotonic() + store.timeout.total_seconds()
         while not store.check([key]) or int(store.get(key)) < number:
             if store.check([self._store_key("ended")]):  # another rank has ended
                 self._end_process(store.get(self._store_key("ended")).decode())
+            if time.monotonic() > end:
+                self._is_meeting = False
+                raise RankError(
+                    f"rank {self._rank} has waited {store.timeout} for the others to call {_in_words(letter)}: they have "
+                    "ended, or do something else. Call it on every rank; give init_process_group a longer timeout if "
+                    "one needs more time."
+                )
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
         self._is_meeting = False

@@ -6,6 +6,7 @@ Legend: B global batch size.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -210,7 +211,8 @@ def _take_samples(dataset: Any, count: int) -> list[Any]:
             )
         for sample in itertools.islice(stream, count):
             samples.append(sample)
-            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(sample))
+            arrays = (leaf for _, leaf in leaves(sample) if isinstance(leaf, (torch.Tensor, np.ndarray)))
+            num_bytes += sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
             if num_bytes > _MAX_BYTES:
                 break
     except InputError:

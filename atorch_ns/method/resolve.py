@@ -229,7 +229,7 @@ def _find_clashes(choices: list[Chosen]) -> list[Problem]:
             reason = clash(first, second)
             if reason is not None:
                 names = f"{first.method.name} and {second.method.name}"
-                problems.append(Problem(message=f"{names} cannot stand together: {reason}"))
+                problems.append(Problem(message=f"{names} cannot be combined: {reason}"))
     return problems
 
 

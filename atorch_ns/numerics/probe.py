@@ -75,7 +75,7 @@ class ProbeResult:
             if self.worst_parameter
             else ""
         )
-        summary = f"{worst}, {self.tolerance:.1e} allowed; {self.num_judged} of {self.num_parameters} parameters judged"
+        summary = f"{worst} ({self.tolerance:.1e} allowed); {self.num_judged} of {self.num_parameters} parameters judged"
         parts = (self.reason, summary if worst else "", self.caution, *self.notes)
         return "; ".join(part for part in parts if part)
 

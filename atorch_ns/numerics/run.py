@@ -16,6 +16,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Resolved
 from atorch_ns.numerics.reference import MOMENTUM, part_of_ranks
+from atorch_ns.sharding.compare import sum_of_bits
 
 _MAX_SKIPS: Final = 24
 """A loss scale begins at 2^16 and halves with every skipped step."""
@@ -138,14 +139,7 @@ def _undivided_weights(result: Result) -> dict[str, torch.Tensor]:
 
 
 def _differing_weights(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
-    checksums = {name: bit_sum(weight) for name, weight in weights.items()}
+    checksums = {name: int(sum_of_bits(weight)) for name, weight in weights.items()}
     of_ranks = cluster.gathered(checksums)  # each rank has the weights of its stage
     names = dict.fromkeys(name for sums in of_ranks for name in sums)
     return tuple(name for name in names if len({sums[name] for sums in of_ranks if name in sums}) > 1)
-
-
-def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's bytes, each weighted by its place in a word: equal for equal bits."""
-    flat = tensor.detach().contiguous().flatten()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return int(flat.view(kind).sum(dtype=torch.int64))

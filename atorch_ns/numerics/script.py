@@ -250,11 +250,11 @@ def _compare_tensors(
             yield {"kind": kind, "name": name}
             continue
         part = whole[tuple(slice(first, first + n) for first, n in zip(offsets, tensor.shape, strict=True))]
-        error = tensor.double() - part
+        error = _widen(tensor) - part
         error[(tensor == part) | (tensor.isnan() & part.isnan())] = 0.0  # infinite ones are equal, too
         # A weight is judged by its update since the first record, other tensors by their values.
-        update = whole.double() - (begin[kind, name].double() if kind == "weight" else 0.0)
-        noise = noisy[kind, name].double() - whole if (kind, name) in noisy else update * 0.0
+        update = _widen(whole) - (_widen(begin[kind, name]) if kind == "weight" else 0.0)
+        noise = _widen(noisy[kind, name]) - whole if (kind, name) in noisy else update * 0.0
         rounding = 2 * unit.eps * _largest_finite(whole) + unit.tiny  # rounding of the values
         yield {
             "kind": kind,
@@ -262,6 +262,10 @@ def _compare_tensors(
             "error": float(error.abs().nan_to_num(nan=math.inf).max()) if error.numel() else 0.0,
             "tolerance": share * _largest_finite(update) + NOISE_FACTOR * _largest_finite(noise) + rounding,
         }
+
+
+def _widen(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float64))  # complex ones stay complex
 
 
 def _largest_finite(values: torch.Tensor) -> float:

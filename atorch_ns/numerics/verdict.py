@@ -153,8 +153,8 @@ def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> 
     return (
         f"the loss is not a mean over samples: one pass over the whole batch gives {whole.losses[0]:.6f}, the mean "
         f"over the parts that ranks and micro-batches compute {parts.losses[0]:.6f}, and gradients differ by "
-        f"{worst:.1e}. Ranks average their gradients, so that a sum is too small by the number of parts, and a mean "
-        "over tokens weights parts alike whatever they hold. Divide by the number of samples, or pass weight_func or "
+        f"{worst:.1e}. Ranks average their gradients, so a sum is too small by the number of parts, and a mean over "
+        "tokens gives every part the same weight whatever it holds. Divide by the number of samples, or pass weight_func or "
         "loss_reduction='sum' to auto_accelerate"
     )
 
@@ -165,13 +165,15 @@ def _failure_reasons(
     reasons = []
     drifting = [row for row in rows if row.state == "drifts"]
     if last.missing:
-        reasons.append(f"{len(last.missing)} parameter(s) are gone, as {last.missing[0]}")
+        reasons.append(f"{len(last.missing)} parameter(s) are missing, such as {last.missing[0]}")
     if differing:
-        reasons.append(f"ranks hold different values of {len(differing)} parameter(s), as {differing[0]}")
+        reasons.append(
+            f"ranks hold different values of {len(differing)} parameter(s), such as {differing[0]}"
+        )
     if drifting:
-        reasons.append(f"{len(drifting)} of {len(rows)} parameters are not what one process gives")
+        reasons.append(f"{len(drifting)} of {len(rows)} parameters differ from one process")
     if not last.loss_error <= loss_tolerance:  # also true for NaN
-        reasons.append(f"the loss is off by {last.loss_error:.1e}, {loss_tolerance:.1e} allowed")
+        reasons.append(f"the loss is off by {last.loss_error:.1e} ({loss_tolerance:.1e} allowed)")
     if rows and all(row.state == "not judged" for row in rows):
-        reasons.append("rounding alone changes every parameter by more than its update shows")
+        reasons.append("rounding alone changes every parameter by more than its update does")
     return reasons

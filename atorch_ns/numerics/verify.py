@@ -36,10 +36,11 @@ from atorch_ns.numerics.reference import (
     run_reference,
     run_whole,
 )
-from atorch_ns.numerics.run import StrategyRun, bit_sum, run_strategy
+from atorch_ns.numerics.run import StrategyRun, run_strategy
 from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
 from atorch_ns.numerics.verdict import Verification, judge, judge_parts
 from atorch_ns.profile import Profile
+from atorch_ns.sharding.compare import sum_of_bits
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import error_text, user_frame
 
@@ -263,5 +264,5 @@ def _compare_to_truth(truth: _Truth, run: StrategyRun, cluster: Cluster, resolve
 
 
 def _weights_digest(inputs: Inputs) -> str:
-    sums = [(name, bit_sum(weight)) for name, weight in inputs.model.named_parameters()]
+    sums = [(name, int(sum_of_bits(weight))) for name, weight in inputs.model.named_parameters()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]

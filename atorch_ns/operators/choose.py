@@ -24,6 +24,7 @@ from atorch_ns.operators.rules.rule import Placement, Rule, whole_rule
 from atorch_ns.operators.rules.table import rules_of
 from atorch_ns.operators.solver.assemble import Assembled, LegalRules, States, assemble
 from atorch_ns.operators.solver.prices import OperatorPrices
+from atorch_ns.operators.solver.problem import shared_conversions
 from atorch_ns.operators.solver.solve import SolvedProblem, solve
 from atorch_ns.text import bytes_text, percent_text, seconds_text
 
@@ -56,22 +57,20 @@ def operator_costs(assembly: Assembled, plan: OperatorPlan) -> list[OperatorPric
     """The operators of a plan, the longest first."""
     problem, choices = assembly.problem, assembly.choices(plan)
     options = [node.options[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
-    reader_costs: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    conversion_seconds: dict[int, float] = defaultdict(float)  # by index of the node, as below
+    bytes_moved: dict[int, float] = defaultdict(float)
     for use, readers, _ in problem.read():
-        label = use.label(options[use.node])
-        # Of readers that share a conversion, the last one is charged with it.
-        for target, reader in {entry.label(options[entry.node]): entry for entry in readers}.items():
-            conversion = use.conversions[label, target]
-            reader_costs[reader.node][0] += use.count * conversion.seconds
-            reader_costs[reader.node][1] += use.count * conversion.bytes_moved
+        for reader, conversion in shared_conversions(problem, use, readers, options).items():
+            conversion_seconds[reader.node] += use.count * conversion.seconds
+            bytes_moved[reader.node] += use.count * conversion.bytes_moved
     costs = [
         OperatorPrice(
             key=node.name,
             count=node.count,
             division=str(rules[choice]) if rules and rules[choice].divides else "",
             seconds=option.seconds,
-            conversion_seconds=reader_costs[number][0],
-            bytes_moved=reader_costs[number][1],
+            conversion_seconds=conversion_seconds[number],
+            bytes_moved=bytes_moved[number],
         )
         for number, (node, option, rules, choice) in enumerate(
             zip(problem.nodes, options, assembly.rules, choices, strict=True)

@@ -15,12 +15,13 @@ from heapq import nlargest
 import torch
 from torch import fx
 
-from atorch_ns.capture.graph.operator_graph import Shallow
+from atorch_ns.capture.graph.operator_graph import OperatorGraph, Shallow
 from atorch_ns.errors import InputError
 from atorch_ns.operators.choose import Allow, legal_rules
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.solver.assemble import RESULTS, Assembled, States, assemble
 from atorch_ns.operators.solver.prices import OperatorPrices
+from atorch_ns.operators.solver.problem import ConversionCost, OperatorNode, Option
 from atorch_ns.operators.solver.solve import solve
 from atorch_ns.pipeline.plan.operator_stages import StagePlan, plan_stages
 from atorch_ns.pipeline.plan.stage_costs import PipelineTask, Stage, StageCost
@@ -41,6 +42,23 @@ class _UnitCost:
     saved: float = 0.0  # of one micro-batch
     inner: float = 0.0  # while the unit is recomputed
     transient: list[float] = field(default_factory=list)
+
+    def add_operator(self, node: OperatorNode, option: Option, *, is_recomputed: bool) -> None:
+        # One instance; of the costs of all. A backward pass that recomputes it has a forward pass in it.
+        self.forward += option.forward_seconds / node.count
+        self.backward += (option.seconds - (0.0 if is_recomputed else option.forward_seconds)) / node.count
+        self.resident += option.resident / node.count
+        self.gradients += option.gradients / node.count
+        if is_recomputed:
+            self.inner += option.saved / node.count
+        else:
+            self.saved += option.saved / node.count
+        self.transient += [option.transient] * min(2, node.count)  # the two largest count
+
+    def add_conversion(self, conversion: ConversionCost, share: float, *, is_repeated: bool) -> None:
+        repeat_seconds = conversion.forward_seconds if is_repeated else 0.0
+        self.forward += share * conversion.forward_seconds
+        self.backward += share * (conversion.seconds - conversion.forward_seconds + repeat_seconds)
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,9 @@ def staged_plan(
     kind_of = [kinds.get(shallow.copy_name(unit), "") for unit in units]
     borders = _segment_borders(units, pivots)
     full_task = task(len(borders) - 1)  # segments lie between borders
-    full_task = replace(full_task, send=(_send_seconds(shallow, prices(1)),) * (full_task.num_segments - 1))
+    all_devices = prices(full_task.num_devices)
+    sends = {degree: _send_seconds(shallow, all_devices, degree) for degree in full_task.allowed_degrees}
+    full_task = replace(full_task, send_by_degree=sends)
     plan_cache: dict[tuple[int, bool], list[_Priced]] = {}  # solved when a stage first asks for them
 
     def plans(degree: int, recompute: bool) -> list[_Priced]:
@@ -131,21 +151,23 @@ def staged_plan(
     )
 
 
-def _send_seconds(shallow: Shallow, prices: OperatorPrices) -> float:
+def _send_seconds(shallow: Shallow, prices: OperatorPrices, degree: int) -> float:
     graph = shallow.graph
     inputs: dict[int, set[fx.Node]] = defaultdict(set)  # values from other segments, once each
     for operator in graph.operators:
         for value in operator.inputs:
             producer = graph.producers.get(value)
-            if (
-                producer is not None
-                and producer[0].segment != operator.segment
-                and graph.spec(value).requires_grad
-            ):
+            is_outer = producer is not None and producer[0].segment != operator.segment
+            if is_outer and graph.spec(value).requires_grad:
                 inputs[operator.segment].add(value)
     sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in inputs.values())
     middle = sizes[len(sizes) // 2] if sizes else 0  # the median: most units are alike
-    return float(prices.hardware.within_node.message_seconds("send", middle))
+    # The mean over all borders: which of them lie between nodes follows from all stages together.
+    firsts, per_node = range(degree, prices.degree, degree), int(prices.groups.within[0])
+    far = sum((first - degree) // per_node < (first + degree - 1) // per_node for first in firsts)
+    links = prices.hardware.within_node, prices.hardware.between_nodes
+    inside, outside = (float(link.message_seconds("send", middle)) for link in links)
+    return inside + (outside - inside) * far / max(1, len(firsts))
 
 
 def _segment_borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
@@ -176,70 +198,60 @@ def _solve_plans(
     assembly = assemble(
         graph, legal_rules(graph, prices.degree, allow), prices, states, device=device, recomputed=recompute
     )
-    fastest = solve(assembly.problem, time_limit=_SECONDS)
+    problem = assembly.problem
+    fastest = solve(problem, time_limit=_SECONDS)
     plans: list[_Priced] = []
     for part in _TIGHTER:
+        limit = fastest.price.memory * part
         try:
-            outcome = (
-                fastest
-                if part == 1.0
-                else solve(assembly.problem, memory_limit=fastest.price.memory * part, time_limit=_SECONDS)
-            )
+            outcome = fastest if part == 1.0 else solve(problem, memory_limit=limit, time_limit=_SECONDS)
         except InputError:  # tighter ones will not fit either
             break
         plan = assembly.plan(outcome, prices.degree)
         if all(plan != candidate.plan for candidate in plans):  # a tighter limit may change nothing
-            plans.append(
-                _Priced(
-                    plan, _unit_costs(shallow, assembly, plan), outcome.price.seconds, outcome.price.memory
-                )
-            )
+            units = _unit_costs(shallow, assembly, plan)
+            plans.append(_Priced(plan, units, outcome.price.seconds, outcome.price.memory))
     return plans
 
 
 def _unit_costs(shallow: Shallow, assembly: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
-    graph, problem = shallow.graph, assembly.problem
+    problem, recomputed_groups = assembly.problem, assembly.problem.always_recomputed
     options = [
         node.options[choice] for node, choice in zip(problem.nodes, assembly.choices(plan), strict=True)
     ]
-    kinds = {segment.kind for segment in graph.segments if segment.kind}
-    homes = []  # the kind of each node's unit, empty between units
-    for node in problem.nodes:
-        operators = graph.by_key.get(node.name)
-        if operators:
-            homes.append(graph.segments[operators[0].segment].kind)
-        else:
-            homes.append(next((kind for kind in kinds if node.name.startswith(f"{kind}.")), ""))
+    homes = _find_homes(shallow.graph, problem.nodes)
     costs: dict[str, _UnitCost] = defaultdict(_UnitCost)
     for node, option, home in zip(problem.nodes, options, homes, strict=True):
-        cost, again = costs[home], node.group in problem.always_recomputed
-        cost.forward += option.forward_seconds / node.count
-        cost.backward += (option.seconds - (0.0 if again else option.forward_seconds)) / node.count
-        cost.resident += option.resident / node.count
-        cost.gradients += option.gradients / node.count
-        cost.transient += [option.transient] * min(2, node.count)  # the two largest count
+        costs[home].add_operator(node, option, is_recomputed=node.group in recomputed_groups)
     for use, readers, group in problem.read():
-        label, home = use.label(options[use.node]), homes[readers[0].node]
-        instances = max(1, problem.nodes[readers[0].node].count)  # the units that share the use
-        cost, again = costs[home], group in problem.always_recomputed
-        copies = 0.0
+        first = readers[0].node  # all of them are in one kind of unit
+        cost, share = costs[homes[first]], use.count / max(1, problem.nodes[first].count)
+        is_repeated = group in recomputed_groups and not use.enters
+        label, copies = use.label(options[use.node]), 0.0
         for target in {reader.label(options[reader.node]) for reader in readers}:
-            conversion = use.conversions[label, target]
-            share = use.count / instances
-            cost.forward += share * conversion.forward_seconds
-            repeat_seconds = conversion.forward_seconds if again and not use.enters else 0.0
-            cost.backward += share * (conversion.seconds - conversion.forward_seconds + repeat_seconds)
-            copies += conversion.copy_bytes
-        whole = again and use.enters
-        labels = {r.label(options[r.node]) for r in readers if whole or problem.saves(r)}
-        num_bytes = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in labels))
-        if problem.nodes[readers[0].node].name == RESULTS:
+            cost.add_conversion(use.conversions[label, target], share, is_repeated=is_repeated)
+            copies += use.conversions[label, target].copy_bytes
+        saved = problem.saved_bytes(use, readers, options, is_recomputed=group in recomputed_groups)
+        num_bytes = share * (copies + saved)
+        if problem.nodes[first].name == RESULTS:
             costs[""].saved += num_bytes  # the last stage holds them
-        elif again and not use.enters:
+        elif is_repeated:
             cost.inner += num_bytes
         else:
             cost.saved += num_bytes
     return dict(costs)
+
+
+def _find_homes(graph: OperatorGraph, nodes: Sequence[OperatorNode]) -> list[str]:
+    # The kind of each node's unit, empty between units; a node without operators has its unit's path in its name.
+    kinds = {segment.kind for segment in graph.segments if segment.kind}
+    homes = []
+    for node in nodes:
+        if operators := graph.by_key.get(node.name):
+            homes.append(graph.segments[operators[0].segment].kind)
+        else:
+            homes.append(next((kind for kind in kinds if node.name.startswith(f"{kind}.")), ""))
+    return homes
 
 
 def _stage_cost(plan: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
@@ -271,16 +283,12 @@ def _common_plan(
     *,
     limit: float | None,
 ) -> OperatorPlan:
-    def most(plan: _Priced) -> float:
-        return max(
-            _stage_cost(
-                plan,
-                kind_of[borders[entry.start] : borders[entry.stop]],
-                entry.in_flight,
-                entry is stages[-1],
-            ).memory
-            for entry in stages
-        )
+    def stage_memory(plan: _Priced, stage: Stage) -> float:
+        kinds = kind_of[borders[stage.start] : borders[stage.stop]]
+        return _stage_cost(plan, kinds, stage.in_flight, stage is stages[-1]).memory
 
-    fitting = [entry for entry in plans if limit is None or most(entry) <= limit]
-    return (min(fitting, key=lambda entry: entry.seconds) if fitting else min(plans, key=most)).plan
+    def most(plan: _Priced) -> float:
+        return max(stage_memory(plan, stage) for stage in stages)
+
+    fitting = [plan for plan in plans if limit is None or most(plan) <= limit]
+    return (min(fitting, key=lambda plan: plan.seconds) if fitting else min(plans, key=most)).plan

@@ -58,7 +58,7 @@ class AssumedLoss:
     def __call__(self, batch: Any, output: Any) -> torch.Tensor:
         """The loss; raises InputError if the output holds no tensor of floats."""
         loss, what = _find_loss(output)
-        self.assumed = f"No loss function was given; the loss is taken to be {what}."
+        self.assumed = f"No loss function was given; the loss used is {what}."
         return loss
 
 
@@ -126,7 +126,7 @@ def _untried_reason(candidate: Candidate, best: Candidate, limit_bytes: int) -> 
 def nearest_miss(rows: Iterable[Row]) -> str:
     """The candidate that is over the memory limit by least, with its reason."""
     over = [
-        (row.candidate.predicted_bytes or 0.0, f"{row.candidate.label} {row.reason}")
+        (row.candidate.predicted_bytes or 0.0, f"Nearest: {row.candidate.label} {row.reason}")
         for row in rows
         if row.candidate.pruned is not None and row.candidate.pruned.kind == "memory"
     ]
@@ -281,12 +281,12 @@ def plan_offline(
     notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)
     if omissions:
         notes += (
-            f"{', '.join(omissions)}: no candidate has it, since what replaced modules save is predicted by a search on the "
-            "devices, and not here.",
+            f"No candidate has {', '.join(omissions)}: only a search on the devices predicts the savings of replaced "
+            "modules.",
         )
     if global_batch is None:
         batch = workload.global_batch
-        notes += (f"No batch size was given: the sample's on every rank, {batch} samples in all.",)
+        notes += (f"No batch size was given. Every rank takes the sample's, {batch} samples in total.",)
     return SearchOutcome(
         setting=_build_setting(
             profile, cluster, workload, settings, took=(profile_seconds, took), notes=notes
@@ -326,7 +326,7 @@ def price_strategy(
     notes = tuple(note.text for note in resolution.notes)
     if resolution.plan.replaced and not any(each.replaced_costs for each in _profile_segments(profile)):
         notes += (
-            "What replaced modules save is predicted by a search on the devices, and not here: priced as without.",
+            "Only a search on the devices predicts the savings of replaced modules. Here they are priced as without.",
         )
     return PricedStrategy(resolution.strategy, price, limit, notes)
 

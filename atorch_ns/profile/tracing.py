@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -186,7 +187,7 @@ def _fixed_batch(num_samples: int) -> str:
 
 def _error_location(error: BaseException) -> str:
     """Where the user's code raised: the innermost frame that is neither torch's nor this package's."""
-    inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    inner = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inner)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 

@@ -20,6 +20,7 @@ from atorch_ns.pipeline import PipelineStep, StageCosts, get_schedule
 from atorch_ns.report.info.accuracy import Actual, ActualInfo, actual_info
 from atorch_ns.report.info.breakdown import TimelineInfo, timeline_info
 from atorch_ns.report.info.candidates import peak, seconds
+from atorch_ns.report.text.tables import TEXT_WIDTH
 from atorch_ns.report.text.text import report_text
 from atorch_ns.search import Row, SearchOutcome, outcome_from_json, outcome_to_json
 from atorch_ns.strategy import Requires, Strategy
@@ -139,7 +140,7 @@ class TrainingReport:
         return self.applied
 
     def __str__(self) -> str:
-        return self._render_text(_SHOWN)
+        return self.to_text()
 
     def to_json(self) -> str:
         """The text of report.json."""
@@ -170,7 +171,7 @@ class TrainingReport:
         writers: dict[str, Callable[[], str]] = {
             ".json": self.to_json,
             ".html": self.to_html,
-            ".txt": lambda: self._render_text(None) + "\n",
+            ".txt": lambda: self.to_text(top=None) + "\n",
         }
         writer = writers.get(path.suffix.lower())
         if writer is None:
@@ -248,8 +249,10 @@ class TrainingReport:
         """Timeline of the pipeline's step; ``None`` without a pipeline."""
         return None if self.pipeline is None else timeline_info(self.pipeline)
 
-    def _render_text(self, top: int | None) -> str:
-        return report_text(self.applied, self.search, self.actual_info, self.timeline_info, top=top)
+    def to_text(self, *, top: int | None = _SHOWN, width: int = TEXT_WIDTH) -> str:
+        """The report as text with ``top`` candidates at most (``None`` for all) and tables of ``width``."""
+        actual, timeline = self.actual_info, self.timeline_info
+        return report_text(self.applied, self.search, actual, timeline, top=top, width=width)
 
     def refit(self, path: str | PathLike[str] | None = None) -> Calibration:
         """Corrections of the estimate from trials, and from training if :meth:`with_actual` gave its figures.

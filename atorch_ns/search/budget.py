@@ -54,8 +54,8 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
     if settings.max_trials is None and number >= default_max_trials(knowledge):
         runnable = sum(candidate.pruned is None for candidate in knowledge.candidates)
         few = number <= runnable / SHARE_OF_TRIALS  # else LEAST_TRIALS was reached
-        share = "fifth" if few else f"share of {number / max(1, runnable):.0%}"
-        return f"{number} trials of {runnable} candidates were run, a {share}"
+        share = "a fifth" if few else f"{number / max(1, runnable):.0%}"
+        return f"{number} trials were run, {share} of the number of candidates ({runnable})"
     return ""
 
 
@@ -71,7 +71,7 @@ def _common_failure(knowledge: Knowledge) -> str:
             return f"every trial raised the same error: {reason}"
     failures = [end for key, end in ends if key not in knowledge.short_of_memory]
     if len(failures) >= FAILURES and not any(end.succeeded for end in failures):
-        return f"the first {len(failures)} trials all failed, so it is not for the strategies"
+        return f"the first {len(failures)} trials all failed, so the strategies are not the cause"
     return ""
 
 

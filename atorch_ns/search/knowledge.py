@@ -13,7 +13,7 @@ import numpy as np
 from atorch_ns.estimate import MemoryParts
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.ranking import CONFIDENCE_Z, RankedCandidate, choose, drift, rank_candidates
-from atorch_ns.search.residual_model import Features, Posterior, fit_posterior
+from atorch_ns.search.residual_model import DRIFT, Features, Posterior, fit_posterior
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import BesideTensors, CandidateTrials, Ledger, TrialOutcome
 from atorch_ns.text import bytes_text
@@ -176,7 +176,9 @@ class Knowledge:
             elif end.status == "refused":
                 for key in candidate.refusal_keys:
                     if key[0] == end.refused_by:  # other methods have not refused
-                        refusals.setdefault(key, f"{key[0]} refuses it as {candidate.label}: {end.reason}")
+                        refusals.setdefault(
+                            key, f"{key[0]} refuses it, as it refused {candidate.label}: {end.reason}"
+                        )
         matches: dict[str, str] = {}
         for candidate in self.candidates:
             if candidate.pruned is not None or self.ledger.judged(candidate.key):
@@ -211,14 +213,14 @@ class Knowledge:
             if least is not None and candidate.estimate.peak_bytes >= ABOUT * least_bytes:
                 reasons[candidate.key] = (
                     f"predicted to need {bytes_text(candidate.estimate.peak_bytes)}, and {least.label} ran out of "
-                    f"memory with {bytes_text(least_bytes)}"
+                    f"memory at {bytes_text(least_bytes)}"
                 )
             elif self.bytes is not None and self.limit_bytes:
                 mean, deviation = self.bytes.mean[index], self.bytes.deviation[index]
                 if mean - deviation > math.log(self.limit_bytes):  # it is too large with a chance of 84 %
                     reasons[candidate.key] = (
-                        f"needs {bytes_text(math.exp(mean))} of {bytes_text(self.limit_bytes)} (predicted, corrected "
-                        f"by trials{self._beside_text()})"
+                        f"needs {bytes_text(math.exp(mean))}, over the limit of {bytes_text(self.limit_bytes)} (predicted, "
+                        f"corrected by trials{self._beside_text()})"
                     )
         return reasons
 
@@ -226,7 +228,7 @@ class Knowledge:
         if (beside := self.beside) is None or not self.unpredicted_bytes:
             return ""
         low, middle, high = (bytes_text(value) for value in (beside.low, beside.middle, beside.high))
-        return f", which took {middle} beside their tensors ({low} to {high})"
+        return f", which took {middle} beyond their tensors ({low} to {high})"
 
     @functools.cached_property
     def short_of_memory(self) -> frozenset[str]:
@@ -309,6 +311,7 @@ class Knowledge:
         self, features: Features, estimates: Sequence[float | None], rows: Sequence[tuple[int, float, float]]
     ) -> Posterior:
         usable = [row for row in rows if row[1] > 0 and math.isfinite(row[1])]
+        between = drift(self.ledger, self.objective) or DRIFT  # none is measured where time does not count
         logs = np.asarray([math.log(value) if value else math.nan for value in estimates])  # [N]
         if not np.isnan(logs).all():  # what is never tried does not say that nothing is known of the others
             is_pruned = np.asarray([candidate.pruned is not None for candidate in self.candidates])
@@ -318,7 +321,7 @@ class Knowledge:
             logs,
             np.asarray([row[0] for row in usable], dtype=np.int64),
             np.asarray([math.log(row[1]) for row in usable]),
-            noise=np.hypot(np.asarray([row[2] for row in usable]), drift(self.ledger, self.objective)),
+            noise=np.hypot(np.asarray([row[2] for row in usable]), between),
         )
 
     @functools.cached_property

@@ -181,8 +181,8 @@ def prefer(
     reasons = [] if best is first else [_sure_reason(simplest, first, limit_bytes)]
     if simplest is not best:
         reasons.append(
-            f"simpler than {best.label}, which is predicted {_speedup_text(best, simplest)}: between plans so different a "
-            f"gain up to {percent_text(margins[simplest.key] - 1)} is not believed, by {intervals.num_pairs} pairs of runs"
+            f"simpler than {best.label}, which is predicted to be {_speedup_text(best, simplest)}; between plans this different, a "
+            f"gain of up to {percent_text(margins[simplest.key] - 1)} is not reliable (from {intervals.num_pairs} pairs of runs)"
         )
     return Preferred(simplest, "; ".join(reasons))
 
@@ -213,7 +213,7 @@ def _sure_reason(choice: Candidate, first: Candidate, limit_bytes: int) -> str:
     assert first.estimate is not None
     peak = interval_text(first.estimate.peak_bytes, first.estimate.peak_bytes_interval, bytes_text)
     return (
-        f"fits for sure, which {first.label} does not with {peak} of {bytes_text(limit_bytes)}, predicted "
+        f"sure to fit, unlike {first.label}, which is predicted to need {peak} of {bytes_text(limit_bytes)} and to be "
         f"{_speedup_text(first, choice)}"
     )
 

@@ -34,20 +34,21 @@ def nearest_miss(knowledge: Knowledge) -> str:
     if over and not (has_other_cause and all(ledger.get(candidate.key) is None for _, _, candidate in over)):
         excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
         where = f"rank {rank}" if rank is not None else "every rank"
-        suffix = "" if ledger.get(nearest.key) is not None else ", predicted"
-        need = f"needs {bytes_text(excess)} more on {where} than {bytes_text(limit_bytes)}{suffix}"
-        if excess < 1:  # it was ended when it asked for what was too much
-            need = f"needs more on {where} than {bytes_text(limit_bytes)}"
-        part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
-        return f"{nearest.label} comes nearest: it {need}{part}; {_memory_advice(nearest, knowledge)}"
+        notes = [] if ledger.get(nearest.key) is not None else ["predicted"]
+        if nearest.estimate is not None:
+            notes.append(f"largest part: {largest_part(nearest.estimate)}")
+        more = f"{bytes_text(excess)} more" if excess >= 1 else "more"  # else it was ended when it asked
+        need = f"needs {more} on {where} than the limit of {bytes_text(limit_bytes)}"
+        part = f" ({'; '.join(notes)})" if notes else ""
+        return f"Nearest: {nearest.label} {need}{part}; {_memory_advice(nearest, knowledge)}"
     if other:
         candidate, entry = other[0]  # the first in the order of candidates
         why = entry.merged.reason or entry.merged.status
         if entry.merged.status == "out of memory":
             why = f"out of memory, which {UNEXPLAINED}: {entry.merged.reason or 'no message'}"
         kinds = {entry.merged.status for _, entry in other}
-        same = " All trials ended so." if len(other) > 1 and len(kinds) == 1 else ""
-        return f"{candidate.label} ended: {why}.{same} See its log: {entry.merged.log or 'none was kept'}"
+        same = " All trials ended the same way." if len(other) > 1 and len(kinds) == 1 else ""
+        return f"{candidate.label} ended: {why}.{same} Log: {entry.merged.log or 'none was kept'}"
     return ""
 
 
@@ -83,9 +84,7 @@ def _memory_advice(nearest: Candidate, knowledge: Knowledge) -> str:
     if nearest.estimate is not None:
         memory = nearest.estimate.memory._asdict()
         if sum(memory[name] for name in STATES) > sum(memory.values()) / 2:
-            return (
-                "use more ranks to divide parameters and optimizer states over, or devices with more memory"
-            )
+            return "divide parameters and optimizer states over more ranks, or use devices with more memory"
         return "use a smaller global batch or shorter samples, or devices with more memory"
     return "use a smaller global batch, more ranks, or devices with more memory"
 
@@ -153,7 +152,7 @@ class Reasons:
         ranking = self._knowledge.ranked
         if ranking[0].candidate.key != entry.candidate.key:  # chosen as simpler, or as the baseline
             better = ranking[0]
-            why = f"this {self._why_preferred(entry)}"
+            why = f"this one {self._why_preferred(entry)}"
             return (
                 f"{text}; {better.candidate.label} ({self._value_text(better)}) is not better beyond the noise, "
                 f"and {why}"
@@ -173,7 +172,7 @@ class Reasons:
         if entry in tied_with_best(self._knowledge.ranked):
             why = f"{winner.candidate.label} {self._why_preferred(winner)}"
             return f"not better beyond the noise ({comparison}), and {why}"
-        return f"{self._worse_text(entry, winner)} ({comparison})".removeprefix("is ").removeprefix("takes ")
+        return f"{self._worse_text(entry, winner)} ({comparison})".removeprefix("is ")
 
     def _why_preferred(self, winner: RankedCandidate) -> str:
         if winner.candidate.is_baseline:
@@ -186,8 +185,7 @@ class Reasons:
             return f"needs {ratio - 1:.0%} more memory" if ratio >= 1.005 else "needs about as much memory"
         if self._objective.kind == "batch":
             return "holds a smaller batch" if ratio > 1 else "holds the same batch"
-        words = time_against(ratio)  # "takes 2.00× the time", "is 31% slower"
-        return f"{'takes' if words.endswith(' time') else 'is'} {words}"
+        return time_against(ratio)
 
     def _chosen_unmeasured(self, candidate: Candidate, reason: str) -> str:
         figures = ""
@@ -199,7 +197,7 @@ class Reasons:
                 "it is the baseline" if candidate.is_baseline else f"it is preferred by prediction: {reason}"
             )
         cause = f" ({self._stop_reason})" if self._stop_reason else ""
-        return f"the search was ended before anything was measured{cause}, and {what}{figures}"
+        return f"the search ended before anything was measured{cause}, and {what}{figures}"
 
     def _failure_reason(self, entry: CandidateTrials, candidate: Candidate) -> str:
         outcome = entry.merged
@@ -207,8 +205,8 @@ class Reasons:
             peak = outcome.max_needed_bytes
             if self._limit and peak > self._limit:
                 rank = outcome.needed_bytes.index(peak)
-                return f"needs {bytes_text(peak)} of {bytes_text(self._limit)} (measured on rank {rank})"
-            return f"gave no usable figures: {outcome.median_seconds} s"
+                return f"needs {bytes_text(peak)}, over the limit of {bytes_text(self._limit)} (measured on rank {rank})"
+            return f"gave no usable measurement: {outcome.median_seconds} s"
         where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
         why = f": {outcome.reason}" if outcome.reason else ""
         # A trial that is no fault of its candidate is repeated once, and counts if it ends so again.
@@ -216,7 +214,7 @@ class Reasons:
         log = f" (log: {outcome.log})" if outcome.log else ""
         odd = ""
         if outcome.status == "out of memory" and outcome.while_applying:
-            odd = " while the strategy was applied, before the first step"
+            odd = " while the strategy was being applied, before the first step"
         elif outcome.status == "out of memory" and candidate.key not in self._knowledge.short_of_memory:
             predicted_size = bytes_text(candidate.predicted_bytes or 0.0)
             odd = f", which {UNEXPLAINED} (predicted {predicted_size} of {bytes_text(self._limit)})"
@@ -236,7 +234,7 @@ class Reasons:
             f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against "
             f"{seconds_text(self._winner.value)}"
         )
-        return f"predicted {time_against(seconds / self._winner.value)} ({against}); {note}"
+        return f"predicted to {time_against(seconds / self._winner.value, take='take', be='be')} ({against}); {note}"
 
     def _value_text(self, entry: RankedCandidate) -> str:
         if self._objective.counts_time:
@@ -253,15 +251,15 @@ def _predicted_text(estimate: Estimate) -> str:
     return interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
 
 
-def time_against(ratio: float) -> str:
+def time_against(ratio: float, *, take: str = "takes", be: str = "is") -> str:
     """A time compared with another that it is ``ratio`` times as long as.
 
-    ``"2.00× the time"`` from twice as long on, ``"31% slower"`` below, ``"20% less time"`` if it is shorter.
+    ``"takes 2.00× as long"`` from twice as long on, ``"is 31% slower"`` below, ``"takes 20% less time"`` if shorter.
     """
     if ratio >= 1.995:
-        return f"{factor_text(ratio)} the time"
+        return f"{take} {factor_text(ratio)} as long"
     if ratio >= 1.005:
-        return f"{ratio - 1:.0%} slower"
+        return f"{be} {ratio - 1:.0%} slower"
     if ratio > 0.995:
-        return "as fast within the noise"
-    return f"{1 - ratio:.0%} less time"
+        return f"{be} as fast within the noise"
+    return f"{take} {1 - ratio:.0%} less time"

@@ -98,7 +98,7 @@ def fit_posterior(
         predictions: [N] logarithms of the predictions; NaN without one.
         indices: [M] indices of candidates that were measured.
         values: [M] logarithms of the measurements.
-        noise: [M] relative standard errors.
+        noise: [M] relative standard errors, drift between trials included.
     """
     has_prediction = np.isfinite(predictions)
     centre = float(np.median(predictions[has_prediction])) if has_prediction.any() else 0.0
@@ -107,7 +107,7 @@ def fit_posterior(
     if len(indices) == 0:
         return Posterior(prior, common + others)
     residual = values - prior[indices]
-    errors = np.diag(noise**2 + DRIFT**2)
+    errors = np.diag(noise**2)
     scale = _likeliest_scale(common, others, indices, residual, errors=errors)
     kernel = common + scale**2 * others
     if scale < 1:  # that others were predicted well says nothing of a method that was never tried

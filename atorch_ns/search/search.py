@@ -215,13 +215,13 @@ class Search:
     def _too_little_time(self, task: TrialTask) -> str:
         return (
             f"it was not done when the time limit of {self.settings.time_limit_s:g} s ended, {task.deadline_s:.3g} s "
-            "after it began; on a slow or busy machine the limit must be longer"
+            "after it began; raise the limit on a slow or busy machine"
         )
 
     def _time_was_short(self) -> str:
         self._out_of_time = True
         trials = counted(self._ledger.num_run, "trial")
-        return f"the time limit of {self.settings.time_limit_s:g} s left time for {trials}"
+        return f"the time limit of {self.settings.time_limit_s:g} s allowed {trials}"
 
     def _all_tried(self) -> str:
         pruned_keys = {
@@ -232,7 +232,7 @@ class Search:
         short = pruned_keys | self._knowledge.too_large.keys()
         if len(self._ledger):
             return f"every candidate{' that may fit in memory' if short else ''} was tried"
-        return "no candidate fits in memory" if short else "there is no candidate that could be tried"
+        return "no candidate fits in memory" if short else "no candidate could be tried"
 
     def _pick_candidate(self, open_: list[int], usual_cost: float) -> int:
         # The known strategy, the plain one, then the sampler's choice; if memory is short, the smallest.
@@ -260,7 +260,7 @@ class Search:
         if best.candidate.key != self._hint.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * best.error):
             return ""
         now, then = seconds_text(best.outcome.median_seconds), seconds_text(self._hint.seconds)
-        return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
+        return f"an earlier search found this strategy, and one trial confirms it ({now} now, {then} then)"
 
     @property
     def _trials_left(self) -> int:
@@ -277,7 +277,7 @@ class Search:
             return ""
         run = counted(self._ledger.num_run, "trial")
         names = " and ".join(self._by_key[key].label for key in rivals)
-        return f"{run} were run, and those that are left repeat {names}"
+        return f"{run} were run, and the remaining ones repeat {names}"
 
     def _next_to_confirm(self) -> str | None:
         # In turn, since machines drift between trials.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +15,15 @@ from atorch_ns.torch_compat import TorchDispatchMode
 # Gradients below this share of the largest one are compared on its scale. That of attention's key bias is
 # zero but for rounding: the bias adds one number to all scores of a query, and their softmax is the same.
 _FLOOR = 1e-2
+
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(part: torch.Tensor) -> torch.Tensor:
+    """The sum of an array's bits as integers, 0-d int64; equal for equal bits, in any order of summation."""
+    whole = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+    return whole.detach().contiguous().view(_INTEGERS[whole.itemsize]).sum(dtype=torch.int64)
 
 
 def weighted_sum(tensors: Iterable[torch.Tensor], *, seed: int) -> torch.Tensor | None:

@@ -45,13 +45,12 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
     handlers[_aten._foreach_norm.Scalar] = _compute_norms
     handlers[_aten._local_scalar_dense.default] = _read_number
     handlers[_aten.index_put_.default] = _compute_whole  # torch's rule leaves a mask of another part
-    if not torch.cuda.is_available():  # where torch draws other numbers for each part
-        handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
-        handlers.update(dict.fromkeys(_RANDOM_BY_VALUES, _compute_whole))
+    handlers.update(dict.fromkeys(_RANDOM, functools.partial(_unless_on_gpu, _draw_whole)))
+    handlers.update(dict.fromkeys(_RANDOM_BY_VALUES, functools.partial(_unless_on_gpu, _compute_whole)))
     for operator in _VIEWS:
         _register_handler(operator, _follow_view)
     _let_mixed_through()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # else no model is there
         # Its backward passes run in threads of their own, and the switch is a thread's.
         number = torch.ones((), device="cuda", requires_grad=True) * 1.0
         number.register_hook(lambda _: _let_mixed_through())
@@ -112,6 +111,21 @@ _RANDOM_BY_VALUES = (
     _aten.multinomial.default, _aten.normal.Tensor_float, _aten.normal.float_Tensor,
     _aten.normal.Tensor_Tensor,
 )  # fmt: skip
+
+
+def _unless_on_gpu(
+    handler: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    if not any(tensor.device.type == "cuda" for tensor in tensors):
+        return handler(operator, args, kwargs)
+    # There torch draws other numbers for each part.
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    ours = handlers.pop(operator)  # avoids recursion
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = ours
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

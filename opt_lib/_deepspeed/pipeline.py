@@ -109,9 +109,7 @@ class TensorHeader(NamedTuple):
 
 def pack(tensors: Sequence[torch.Tensor]) -> Wire:
     """What a stage hands to the next one, in the form in which it travels."""
-    entries = [
-        TensorHeader(t.requires_grad and t.is_floating_point(), t.dtype, tuple(t.shape)) for t in tensors
-    ]
+    entries = [TensorHeader(t.requires_grad, t.dtype, tuple(t.shape)) for t in tensors]
     # The engine sends tensors alone: the header is JSON, one byte an element.
     text = json.dumps([(needs_grad, str(dtype), shape) for needs_grad, dtype, shape in entries])
     header = torch.tensor(list(text.encode()), dtype=torch.uint8, device=tensors[0].device)
@@ -161,6 +159,8 @@ class _Anchor(torch.autograd.Function):
 
 
 def _join_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
+    # The engine gives gradients to floating tensors alone: complex numbers travel as two real ones.
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     if len(tensors) == 1:
         return tensors[0].contiguous()
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))  # exact for every one of them
@@ -169,14 +169,22 @@ def _join_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _split_tensors(entries: Sequence[TensorHeader], tensor: torch.Tensor) -> list[torch.Tensor]:
     # One tensor travels as it is, in its own dtype; without any, ``tensor`` is the header.
-    if len(entries) < 2:
-        return [tensor][: len(entries)]
-    pieces = tensor.split([math.prod(entry.shape) for entry in entries])
-    return [piece.to(entry.dtype).view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
+    pieces: Sequence[torch.Tensor] = [tensor][: len(entries)]
+    shapes = [(*entry.shape, 2) if entry.dtype.is_complex else entry.shape for entry in entries]
+    if len(entries) > 1:
+        flat = tensor.split([math.prod(shape) for shape in shapes])
+        pieces = [
+            piece.to(entry.dtype.to_real()).view(shape)
+            for piece, entry, shape in zip(flat, entries, shapes, strict=True)
+        ]
+    return [
+        torch.view_as_complex(piece) if entry.dtype.is_complex else piece
+        for piece, entry in zip(pieces, entries, strict=True)
+    ]
 
 
 def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))
 
 
@@ -328,7 +336,11 @@ class DsPipelineRunner:
             loss = first_loss(self.loss_func(micro_batch, output)).reshape(())
             if number not in work.dummies:
                 losses[number] = loss.detach()
-            return work.share(number, loss) * num  # the engine divides by it
+            share = work.share(number, loss) * num  # the engine divides by it
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # the engine runs the backward pass of the scaled loss itself
+                return share.as_subclass(torch.Tensor)
 
         # Without gradients the wire has another form, so evaluation counts as other shapes.
         shapes = (training, [_leaf_signature(leaf) for _, leaf in leaves(micro_batches[0])])
@@ -421,7 +433,6 @@ def _make_runner(
     layer: StageLayer,
     stage_set: StageSet,
     optimizer: torch.optim.Optimizer,
-    *,
     job: Job,
     loss_func: Callable[[Any, Any], Any],
 ) -> DsPipelineRunner:

@@ -144,12 +144,17 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
 
 def _as_first_rank(job: Job, plan: PipelinePlan) -> PipelinePlan:
     # Estimates may differ between ranks, by the samples that they have seen or by their nodes.
-    decision = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)
-    name, on_rank, num, cuts = job.cluster.from_first(decision)
-    if (plan.info.name, plan.stages_per_rank, plan.cuts) == (name, on_rank, cuts):
+    mine = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts, plan.shares)
+    name, on_rank, num, cuts, shares = decision = job.cluster.from_first(mine)
+    if decision == mine:
         return plan
     return replace(
-        plan, info=get_schedule(name), stages_per_rank=on_rank, num_micro_batches=num, cuts=tuple(cuts)
+        plan,
+        info=get_schedule(name),
+        stages_per_rank=on_rank,
+        num_micro_batches=num,
+        cuts=cuts,
+        shares=shares,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,13 @@ from opt_lib._sharded.units import (
 )
 
 
+class _Units(NamedTuple):  # modules that become units, by what makes them one; the roots do in any case
+    main: list[nn.Module]  # by the config, parents before children
+    norms: list[nn.Module]  # in full precision
+    others: list[nn.Module]  # of another dtype than what is around them
+    together: list[nn.Module]  # trainable ones, as one unit a dtype (``wrap_trainable_outmost``)
+
+
 def shard(job: Job, method: str, config: ShardConfig) -> None:
     """Shards parameters, gradients and optimizer states over the mesh; collective.
 
@@ -57,55 +65,62 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     materialiser = job.materialiser(init_function(config.param_init_fn))
     ignored_params = ignored_parameters(job.module, config, materialiser)
     options = _shard_options(job, config, ignored_params)
-    units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
+    main = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
     # Before the rest, since experts are sharded over fewer ranks.
     shard_experts(job, options, sync=config.sync_module_states)
     options["ignored_params"] = ignored_params | expert_parameters(job) | parameters_kept_whole(job)
-    norms = _full_precision_norms(job.module, units, options)
-    together = _trainable_modules(job, method, norms) if config.wrap_trainable_outmost else []
-    units = [unit for unit in units if unit not in together]
-    others = []
-    if not together:  # which are all that is trainable
-        others = units_of_other_dtypes([*job.roots, *units, *norms], options["ignored_params"])
-    in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-    inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
-    inner |= _keep_read_by_hooks(job, method, [unit for unit in inner if unit not in norms], options)
-    _make_units(job, config, materialiser, units, inner=inner, together=together, options=options)
+    units = _sort_units(job, method, config, main, options=options)
+    prepare = partial(_prepare_module, job, config, materialiser)
+    _make_units(job, method, units, options, prepare=prepare)
+    if keeps_input_dtypes(job, config):
+        options = {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
     for root in job.roots:
-        _prepare_module(job, config, materialiser, root)
-        if keeps_input_dtypes(job, config):
-            options = {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+        prepare(root)
         fully_shard(root, **options)
     if keeps_input_dtypes(job, config):
-        cast_inputs_where_refused(job, units)
+        cast_inputs_where_refused(job, units.main)
     # After fully_shard, so that its hooks come before torch's.
     passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
     move_to_device(job, ignored_params)
     if config.forward_prefetch:
-        for current, following in itertools.pairwise(units):
-            assert isinstance(current, FSDPModule)
-            assert isinstance(following, FSDPModule)
-            current.set_modules_to_forward_prefetch([following])
+        _prefetch_following(units.main)
     reduces_each = _reduces_each(job)
     job.gradients.skip_sync = nullcontext if reduces_each else skip_sync(job.roots)
     average_ignored(job, ignored_params)
     leave_sequence_sums(job, options["ignored_params"])
     job.placed = True
-    _explain_sharding(
-        job, method, config, (len(units), len(norms), len(others), len(ignored_params)), options=options
-    )
+    _explain_sharding(job, method, config, units, options=options, num_ignored=len(ignored_params))
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
-    call_skipped_units(job, method, units)
+    call_skipped_units(job, method, units.main)
     gather_for_methods(job, passes)
     _refuse_copies(job.module)
-    note_separate_head(job, method, units)
+    note_separate_head(job, method, units.main)
     if reduces_each:
         job.explain(method, "gradients are reduced and sharded after every micro-batch")
     elif config.reduce_each_micro_batch and job.parts.stages:
         job.explain(
             method, "in a pipeline gradients are reduced at the end of a step, not for each micro-batch"
         )
+
+
+def _sort_units(
+    job: Job, method: str, config: ShardConfig, main: list[nn.Module], *, options: dict[str, Any]
+) -> _Units:
+    norms = _full_precision_norms(job.module, main, options)
+    together = _trainable_modules(job, method, norms) if config.wrap_trainable_outmost else []
+    main = [unit for unit in main if unit not in together]
+    others = []
+    if not together:  # which are all that is trainable
+        others = units_of_other_dtypes([*job.roots, *main, *norms], options["ignored_params"])
+    return _Units(main, norms, others, together)
+
+
+def _prefetch_following(units: Iterable[nn.Module]) -> None:
+    for current, following in itertools.pairwise(units):
+        assert isinstance(current, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        current.set_modules_to_forward_prefetch([following])
 
 
 def _keep_read_by_hooks(
@@ -120,43 +135,35 @@ def _keep_read_by_hooks(
 
 
 def _is_read_by_hooks(unit: nn.Module) -> bool:
-    weights = {
-        "parameters",
-        "named_parameters",
-        *(name.rpartition(".")[2] for name, _ in unit.named_parameters()),
-    }
+    names = {name.rpartition(".")[2] for name, _ in unit.named_parameters()}
     hooks = (hook for module in unit.modules() for hook in module._forward_hooks.values())
     codes = (code for hook in hooks for code in nested_codes(getattr(hook, "__code__", None)))
-    return any(weights & {*code.co_names} for code in codes)
+    return any({"parameters", "named_parameters", *names} & {*code.co_names} for code in codes)
 
 
 def _make_units(
-    job: Job,
-    config: ShardConfig,
-    materialiser: Materialiser,
-    units: Sequence[nn.Module],
-    *,
-    inner: Mapping[nn.Module, dict[str, Any]],
-    together: Sequence[nn.Module],
-    options: dict[str, Any],
+    job: Job, method: str, units: _Units, options: dict[str, Any], *, prepare: Callable[[nn.Module], None]
 ) -> None:
-    """Makes a unit of each module of ``inner``, by its options, and one a dtype of those in ``together``."""
+    """Makes a unit of each module, and one a dtype of those that are gathered together."""
+    in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    options_of = dict.fromkeys([*units.main, *units.others], options)
+    options_of |= _keep_read_by_hooks(job, method, list(options_of), options)
+    options_of |= dict.fromkeys(units.norms, in_fp32)
     of_dtype: dict[torch.dtype | None, list[nn.Module]] = {}
-    for module in together:
+    for module in units.together:
         of_dtype.setdefault(own_dtype(module, options["ignored_params"]), []).append(module)
     gathered_once = {**options, "reshard_after_forward": False}
     paths = {module: plain_name(name) for name, module in job.module.named_modules()}
-    inside = {child for module in together for child in module.modules()}
+    inside = {child for module in units.together for child in module.modules()}
     # Children before parents: a unit manages what no unit inside it manages.
-    order = [module for module in reversed(paths) if module in inner]
-    for modules, unit_options in (
-        *(([module], inner[module]) for module in order if module in inside),
-        *((alike, gathered_once) for alike in of_dtype.values()),
-        *(([module], inner[module]) for module in order if module not in inside),
-    ):
+    order = [module for module in reversed(paths) if module in options_of]
+    steps = [([module], options_of[module]) for module in order if module in inside]
+    steps += [(alike, gathered_once) for alike in of_dtype.values()]
+    steps += [([module], options_of[module]) for module in order if module not in inside]
+    for modules, unit_options in steps:
         for module in modules:
-            _prepare_module(job, config, materialiser, module)
-            if module in units:
+            prepare(module)
+            if module in units.main:
                 module.register_forward_hook(torch.compiler.disable(_without_views))
                 module.register_forward_hook(torch.compiler.disable(refuse_hidden_outputs(paths[module])))
             module.register_forward_hook(torch.compiler.disable(_gather_before_hidden))
@@ -320,13 +327,12 @@ def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
 
 
 def _explain_sharding(
-    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int, int], *, options: dict[str, Any]
+    job: Job, method: str, config: ShardConfig, units: _Units, *, options: dict[str, Any], num_ignored: int
 ) -> None:
     assert job.mesh is not None
-    num_units, num_norms, num_others, num_ignored = counts
     ranks = job.mesh.unit_shard.size()
     copies = job.num_data_ranks // job.mesh.shard.size()
-    text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
+    text = f"{len(units.main)} unit(s) and the rest, each sharded over {ranks} rank(s)"
     if copies > 1:
         text += f", {copies} replicas"
     elif config.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
@@ -334,10 +340,10 @@ def _explain_sharding(
     policy = options.get("mp_policy")
     if policy is not None and policy.param_dtype is not None:
         text += f", gathered in {str(policy.param_dtype).removeprefix('torch.')}"
-    if num_norms:
-        text += f", but for {num_norms} batch norm(s), units of their own in full precision"
-    if num_others:
-        text += f"; {num_others} module(s) of another dtype are units of their own"
+    if units.norms:
+        text += f", but for {len(units.norms)} batch norm(s), units of their own in full precision"
+    if units.others:
+        text += f"; {len(units.others)} module(s) of another dtype are units of their own"
     if num_ignored:
         text += f"; {num_ignored} parameter(s) replicated"
     job.explain(method, text)

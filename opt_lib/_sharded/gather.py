@@ -132,7 +132,7 @@ class ShardsBetweenPasses:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             # Inside of a pass all is gathered; without tensors a rank may call it alone.
-            if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
+            if self._depth or not tensors_of((args, kwargs)):
                 return method(*args, **kwargs)
             output, scope = None, self.autocast_outside(job)
             self._begin_pass()
@@ -220,11 +220,6 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _public_methods(module):
             module.__dict__[name] = passes[0].around(method, job)
-
-
-def _has_tensors(argument: Any) -> bool:
-    values = argument if isinstance(argument, (list, tuple)) else (argument,)
-    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _public_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -143,6 +143,9 @@ def test_what_fails_to_import_says_so_each_time(folder: Path) -> None:
         load_object("nowhere.py:build", option="--model")
     with pytest.raises(InputError, match=r"there is no module 'no\.where'"):
         load_object("no.where:build", option="--model")
+    _write(folder / "transformer.py", "import trans\n")
+    with pytest.raises(InputError, match=r"importing transformer failed: .*No module named 'trans'"):
+        load_object("transformer:build", option="--model")
 
 
 # ---- what the names stand for

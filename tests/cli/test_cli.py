@@ -41,8 +41,8 @@ def test_version_and_methods() -> None:
     one = runner.invoke(app, ["methods", "native_dynamo"]).output
     assert "backend" in one
     fsdp = runner.invoke(app, ["methods", "fsdp"]).output
-    assert "does not stand with:" in fsdp
-    assert "stands with: " in fsdp
+    assert "cannot be combined with:" in fsdp
+    assert "combines with: " in fsdp
     row = next(row for row in rows if row["name"] == "fsdp")
     assert "amp_native" in row["composes_with"]
     assert "ddp" in row["conflicts"]

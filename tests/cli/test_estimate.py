@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_exit_code_3_and_says_by_how_much(job: Path) -> Non
     done = _estimate("--strategy", "ddp", "--memory-limit", "0.01MiB")
     assert done.exit_code == 3
     assert "It does not fit" in done.stdout
-    assert "too much" in done.stdout
+    assert " over. " in done.stdout
     assert "The largest part is" in done.stdout
 
 
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_exit_code_3_and_says_by_how_much(job: Path) -> Non
     [
         ("fsdpp", 2, "Did you mean 'fsdp'"),
         ("missing.json", 2, "no such strategy file"),
-        ("fsdp,zero1", 2, "cannot stand together"),
+        ("fsdp,zero1", 2, "cannot be combined"),
     ],
 )
 def test_a_wrong_strategy_is_a_sentence(job: Path, run: Run, strategy: str, code: int, words: str) -> None:

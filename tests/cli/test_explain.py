@@ -45,7 +45,7 @@ def test_why_not_a_candidate(report: str, name: str) -> None:
 
 def test_why_not_a_method(report: str) -> None:
     text = _explain(report, "--why", "checkpoint").stdout
-    assert "checkpoint is not part of what was chosen." in text
+    assert "checkpoint is not in the chosen strategy." in text
     assert "The best candidate with it is fsdp" in text
     assert "recompute 0 s → 4.00 ms" in text
     failed = _explain(report, "--why", "half").stdout
@@ -55,7 +55,7 @@ def test_why_not_a_method(report: str) -> None:
 
 def test_a_method_s_name_means_the_method_even_where_a_label_is_the_same(report: str) -> None:
     text = _explain(report, "--why", "ddp").stdout
-    assert text.startswith("ddp is not part of what was chosen.")
+    assert text.startswith("ddp is not in the chosen strategy.")
     assert "The best candidate with it is ddp → amp_native {'dtype': 'bf16'}: 30.0 ms" in text
 
 
@@ -67,15 +67,15 @@ def test_a_device_that_is_not_recorded_is_not_claimed(tmp_path: Path) -> None:
 
 def test_why_a_method(report: str) -> None:
     text = _explain(report, "--why", "amp_native").stdout
-    assert "amp_native is part of what was chosen." in text
-    assert "The best candidate with it is what was chosen, fsdp" in text
+    assert "amp_native is in the chosen strategy." in text
+    assert "The best candidate with it is the chosen one, fsdp" in text
     assert "The best candidate without it is ddp" in text
 
 
 def test_json(report: str) -> None:
     document = json.loads(_explain(report, "--why", "fsdp", "--json").stdout)
     assert document["why"] == "fsdp"
-    assert document["lines"][0] == "fsdp is part of what was chosen."
+    assert document["lines"][0] == "fsdp is in the chosen strategy."
 
 
 def test_a_strategy_file_is_explained_by_its_methods(tmp_path: Path) -> None:

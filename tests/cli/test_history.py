@@ -36,7 +36,7 @@ def test_studies_with_their_trials_and_the_best(journal: Path) -> None:
     (study,) = read_history(journal)
     assert study.name in done.stdout
     assert "best: fsdp(level=7)" in done.stdout
-    assert "ms a step (measured)" in done.stdout
+    assert "ms per step (measured)" in done.stdout
     assert len([line for line in done.stdout.splitlines() if " ok " in line]) == len(
         [trial for trial in study.trials if trial.outcome.status == "ok"]
     )
@@ -59,7 +59,7 @@ def test_a_search_that_was_killed(tmp_path: Path) -> None:
     world = World(TRUTH)
     some_trials(world, begin(world, History(path)), 2)
     text = _run(str(path)).stdout
-    assert "no search has come to its end" in text
+    assert "no search has finished" in text
     assert "0 searches ended, 2 trials" in text
 
 

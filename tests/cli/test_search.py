@@ -46,7 +46,7 @@ def test_a_search_writes_what_was_asked_for_and_its_history_can_be_read(job: Pat
     out, err = _finish(process)
     assert process.returncode == 0, err
     assert (out + err).count("Chosen: ") == 1
-    assert (out + err).count("in all; ") == 1  # the verdict's last sentence
+    assert (out + err).count("in total; ") == 1  # the verdict's last sentence
     assert len(out.splitlines()) == 1, "standard output is the strategy's own"
     assert "trial 1" in err
     strategy = Strategy.load(job / "s.json")

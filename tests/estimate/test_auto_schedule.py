@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,8 @@ from atorch_ns.estimate.auto_schedule import _block_costs, with_chosen_schedules
 from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.stages import stages_of
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.estimate.time.pipeline import _simulate_bubble
+from atorch_ns.estimate.time.passes import SegmentSeconds
+from atorch_ns.estimate.time.pipeline import _recompute_ratio, _simulate_bubble
 from atorch_ns.pipeline import StageCosts, choose_for_device, get_schedule, live_bytes, simulate
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.profile import Profile, Trace, profile_model
@@ -72,10 +74,9 @@ def test_a_schedule_takes_as_long_as_its_simulation(name: str, ranks: int, num: 
     found = priced(plan).time
     stages = stages_of(plan.pipeline, trace(), ranks)
     v = stages.numbers.shape[1]
-    sizes = PlanTable.of([plan]).sizes(0, Workload(global_batch=64, num_tokens=512), Memo())[1]
-    context = PricingContext.of(
-        plan, sizes, trace(), CLUSTER, Workload(global_batch=64, num_tokens=512), Memo()
-    )
+    work = Workload(global_batch=64, num_tokens=512)
+    sizes = PlanTable.of([plan]).sizes(0, work, Memo())[1]
+    context = PricingContext.of(plan, sizes, trace(), cluster=CLUSTER, workload=work, memo=Memo())
     costs = _block_costs(context)
     order = [int(n) for n in stages.numbers.reshape(-1)]
     blocks = [int(n) for n in stages.counts.sum(axis=2).reshape(-1)]
@@ -99,6 +100,11 @@ def test_the_share_of_the_bubble_does_not_depend_on_the_size(name: str, again: f
             assert numbers[0] == 4
             whole = _simulate_bubble(info, (ranks, num, info.usual_stages), again, False)
             assert _simulate_bubble(info, numbers, again, False) == pytest.approx(whole, rel=0.1, abs=0.05)
+
+
+def test_each_block_counts_in_the_share_of_recomputation() -> None:
+    segments = [SegmentSeconds(1.0, 2.0, float(part.is_block), 0.0, 0.0) for part in trace().segments]
+    assert _recompute_ratio(trace(), segments) == 1.0  # of sixteen blocks, and two other segments
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,7 +159,12 @@ def test_auto_is_priced_as_what_the_pipeline_would_choose(more: dict[str, Any]) 
     table = PlanTable.of([plan, replace(plan, axes=())])
     found = with_chosen_schedules(table, trace(), CLUSTER, work, memo=Memo())
     context = PricingContext.of(
-        plan, PlanTable.of([plan]).sizes(0, work, Memo())[1], trace(), CLUSTER, work, Memo()
+        plan,
+        PlanTable.of([plan]).sizes(0, work, Memo())[1],
+        trace(),
+        cluster=CLUSTER,
+        workload=work,
+        memo=Memo(),
     )
     assert CLUSTER.hardware is not None
     best = choose_for_device(
@@ -173,6 +184,19 @@ def test_auto_is_priced_as_what_the_pipeline_would_choose(more: dict[str, Any]) 
     named = chosen.onto(plan)
     assert priced(plan) == priced(named)
     assert estimate(plan, profile(), CLUSTER, work) == estimate(named, profile(), CLUSTER, work)
+
+
+@pytest.mark.parametrize("per_node", [1, 4])
+def test_auto_pays_for_sends_on_the_link_between_neighbours(per_node: int) -> None:
+    plan, work = plan_of("auto"), Workload(global_batch=64, num_tokens=512)
+    cluster = replace(CLUSTER, local_world_size=per_node)
+    sizes = PlanTable.of([plan]).sizes(0, work, Memo())[1]
+    costs = _block_costs(PricingContext.of(plan, sizes, trace(), cluster=cluster, workload=work, memo=Memo()))
+    assert cluster.hardware is not None
+    link = cluster.hardware.within_node if per_node > 1 else cluster.hardware.between_nodes
+    assert costs.send == pytest.approx(
+        link.message_seconds("send", np.asarray(costs.boundary_bytes)), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from atorch_ns import ComputeConfig, auto_accelerate, checkpoint, parallelize
 from atorch_ns.cluster import Mesh
-from atorch_ns.errors import InputError, StepError
+from atorch_ns.errors import InputError, RankError, StepError
 from atorch_ns.job import SameBatch, agreement, same_place
 from atorch_ns.job.agreement import SameWeights
 from atorch_ns.testing.workers import catch_ranks, run_ranks
@@ -458,6 +459,29 @@ def _with_a_loss_that_reads_the_model() -> list[bool]:
 
 def test_what_is_tried_before_training_leaves_no_gradients() -> None:
     assert all(map(all, run_ranks(_with_a_loss_that_reads_the_model, 2, timeout_s=60)))
+
+
+def _meets_alone() -> str:
+    place = same_place.SamePlace("alone", [], [])
+    agreement.default_store().set_timeout(timedelta(seconds=0.5))
+    try:
+        if dist.get_rank() == 0:
+            place.meet("S")
+    except RankError as error:
+        return str(error)
+    time.sleep(2)
+    return ""
+
+
+def test_a_rank_waits_for_the_others_no_longer_than_the_process_group() -> None:
+    first, _ = run_ranks(_meets_alone, 2, timeout_s=20)
+    assert first.startswith("rank 0 has waited 0:00:00.500000 for the others to call checkpoint.save")
+
+
+def test_code_beside_the_package_does_not_count_as_waiting() -> None:
+    folder = Path(same_place.__file__).parent.parent
+    assert f"{folder}/job/job.py".startswith(same_place._COMMUNICATION)
+    assert not f"{folder}_by_others/train.py".startswith(same_place._COMMUNICATION)
 
 
 def _leaves_the_group() -> list[str]:

@@ -71,6 +71,10 @@ class Net(nn.Module):
         hidden: Tensor = self.blocks[1](self.blocks[0](x))
         return hidden
 
+    def mix(self, inputs: dict[str, Tensor]) -> Tensor:
+        """A method of a batch that is a dict, which calls no other."""
+        return inputs["x"] @ inputs["x"].T
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.encode(x)
         if self.detached:
@@ -293,6 +297,17 @@ def test_parameters_are_gathered_for_other_methods(strategy: str, name: str) -> 
     found, _ = run_ranks(_stepped, 2, args=([strategy], name), timeout_s=60)
     assert found is not None
     assert found < NEAR
+
+
+def _dtype_of_a_dict(strategy: str) -> torch.dtype:
+    result = accelerated(Net(), [strategy, ("amp_native", "bf16")])
+    dtype: torch.dtype = result.model.mix({"x": X}).dtype
+    return dtype
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_a_method_of_a_dict_runs_under_autocast_as_one_of_tensors(strategy: str) -> None:
+    assert run_ranks(_dtype_of_a_dict, 2, args=(strategy,), timeout_s=60) == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "tensor"])

@@ -125,11 +125,14 @@ def test_a_dataset_that_raises_is_blamed_with_its_sample() -> None:
         sample_inputs(_inputs(Broken(10)), num_data_ranks=1)
 
 
-def test_large_samples_are_not_all_held() -> None:
+@pytest.mark.parametrize("array", [torch.empty, np.empty])
+def test_large_samples_are_not_all_held(array: Any) -> None:
     class Large(_Counting):
         def __getitem__(self, index: int) -> torch.Tensor:
             self.asked += 1
-            return torch.empty(40 * 2**20)  # 160 MiB, never written
+            return array(
+                20 * 2**20, dtype=torch.float64 if array is torch.empty else np.float64
+            )  # 160 MiB, never written
 
     dataset = Large(100)
     sample = sample_inputs(_inputs(dataset, dataloader_args={"batch_size": 8}), num_data_ranks=1)

@@ -105,7 +105,7 @@ def test_plan() -> None:
 )
 def test_illegal_pairs(pair: tuple[Any, Any]) -> None:
     for strategy in ([*pair], [*pair][::-1]):
-        with pytest.raises(StrategyError, match="cannot stand together"):
+        with pytest.raises(StrategyError, match="cannot be combined"):
             _resolve(strategy)
 
 

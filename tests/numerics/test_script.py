@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from atorch_ns.numerics.script import compare_runs
 NAN, INF = float("nan"), float("inf")
 
 
-def _record(folder: Path, run: str, values: list[float], *, step: int = 1, rank: int = 0) -> None:
+def _record(folder: Path, run: str, values: list[Any], *, step: int = 1, rank: int = 0) -> None:
     (folder / run).mkdir(exist_ok=True)
     torch.save(
         {"where": "train.py:1: step()", "tensors": {("weight", "w"): torch.tensor(values)}, "boxes": {}},
@@ -20,7 +21,7 @@ def _record(folder: Path, run: str, values: list[float], *, step: int = 1, rank:
     )
 
 
-def _records(folder: Path, plain: list[float], found: list[float], rounded: list[float]) -> None:
+def _records(folder: Path, plain: list[Any], found: list[Any], rounded: list[Any]) -> None:
     for run, values in (("one", plain), ("ranks", found), ("rounding", rounded)):
         _record(folder, run, [0.0] * len(values), step=0)
         _record(folder, run, values)
@@ -47,6 +48,13 @@ def test_what_is_more_than_rounding(
     difference, largest = compare_runs(tmp_path, 1, reduced=False)
     assert (difference is None) is passes
     assert [row.step for row in largest] == [0, 1]
+
+
+def test_imaginary_parts_count(tmp_path: Path) -> None:
+    _records(tmp_path, [1.0, 2j], [1.0, 2.001j], [1.0, 2j])
+    difference, _ = compare_runs(tmp_path, 1, reduced=False)
+    assert difference is not None
+    assert difference.error == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_rank_without_a_record_did_not_take_the_step(tmp_path: Path) -> None:

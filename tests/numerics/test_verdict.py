@@ -35,7 +35,7 @@ def test_a_missing_number_is_never_within_tolerance() -> None:
 def test_a_run_in_which_rounding_hides_everything_does_not_pass() -> None:
     noise = Deviation(errors={"a": 0.5}, loss_error=0.0)
     _, _, reasons = judge(noise, noise, first_noise=noise, last_noise=noise, differing=())
-    assert reasons == ["rounding alone changes every parameter by more than its update shows"]
+    assert reasons == ["rounding alone changes every parameter by more than its update does"]
 
 
 def _run(final: float, loss: float) -> Reference:

@@ -93,7 +93,7 @@ def test_strategies_that_are_right_and_models_that_differ_between_ranks() -> Non
         worst = detached.parameters[0]
         assert worst.name.startswith("body")
         assert worst.gradient_error > 0.1
-        assert "parameters are not what one process gives" in detached.reasons[0]
+        assert "parameters differ from one process" in detached.reasons[0]
         assert json.loads(json.dumps(detached.as_json()))["parameters"][0]["name"] == worst.name
 
 

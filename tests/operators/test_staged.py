@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.errors import InputError
 from atorch_ns.operators import OperatorPrices, PipelineTask, Shallow, States, capture_shallow, staged_plan
-from atorch_ns.operators.staged import _solve_plans, _stage_cost
+from atorch_ns.operators.staged import _send_seconds, _solve_plans, _stage_cost
 from atorch_ns.pipeline import find_units
 from tests.operators.networks import network
 
@@ -43,7 +44,7 @@ def kinds(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_the_costs_of_all_units_are_those_of_the_plan(name: str, degree: int, recomputed: bool) -> None:
     shallow, _ = captured(name)
-    found = _solve_plans(shallow, prices(degree), STATES, CPU, recomputed=recomputed, allow=None)
+    found = _solve_plans(shallow, prices(degree), STATES, CPU, recompute=recomputed, allow=None)
     for one in found:
         whole = _stage_cost(one, kinds(name), 1, is_last=True)
         assert whole.seconds == pytest.approx(one.seconds, rel=1e-6)
@@ -73,6 +74,21 @@ def test_stages_begin_where_they_may() -> None:
     assert found.operators.degree == 2
     with pytest.raises(InputError, match=r"no stage can begin with 'model.layer.1': stages begin with"):
         staged("llama", pivots=["model.layer.1"], num_stages=2)
+
+
+@pytest.mark.parametrize(("degree", "between"), [(1, 1 / 7), (2, 1 / 3), (4, 1.0)])
+def test_borders_between_nodes_are_priced_between_nodes(degree: int, between: float) -> None:
+    shallow, _ = captured("llama")
+    apart = OperatorPrices.on(replace(cluster_from_spec("8xH100-80GB"), local_world_size=4), 8, "float32")
+    near, far = (
+        _send_seconds(shallow, replace(apart, hardware=replace(apart.hardware, **links)), degree)
+        for links in (
+            {"between_nodes": apart.hardware.within_node},
+            {"within_node": apart.hardware.between_nodes},
+        )
+    )
+    assert near < far
+    assert _send_seconds(shallow, apart, degree) == pytest.approx(near + (far - near) * between)
 
 
 def test_activations_are_recomputed_where_memory_asks_for_it() -> None:

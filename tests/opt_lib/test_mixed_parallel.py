@@ -111,7 +111,7 @@ def test_one_process_keeps_it_for_more() -> None:
         ),
         ([CUBE, ("mixed_parallel", {"tensor": {}}), "tensor_parallel"], "tensor_parallel: given twice"),
         ([CUBE, ("mixed_parallel", {"data": "fsdp"}), "fsdp"], "fsdp: given twice"),
-        ([CUBE, ("mixed_parallel", {"data": "fsdp"}), "zero2"], "cannot stand together"),
+        ([CUBE, ("mixed_parallel", {"data": "fsdp"}), "zero2"], "cannot be combined"),
         (
             [CUBE, ("mixed_parallel", {"data": "fspd"})],
             r"mixed_parallel\.data='fspd'.*'ddp', 'fsdp' or 'zero2'",

@@ -15,6 +15,7 @@ from tests.sharding.tensor_models import (
     BETWEEN,
     VOCAB,
     Between,
+    Block,
     ByCount,
     Decoder,
     FusedParts,
@@ -41,6 +42,26 @@ class OneLayerBlocks(nn.Sequential):
         width = 16
         blocks = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4))
         super().__init__(nn.Embedding(VOCAB, width), nn.Sequential(*blocks), nn.Linear(width, VOCAB))
+
+
+class NamesItsResults(Decoder):
+    """Its blocks return dicts."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)["hidden"]
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NamingBlock(ByCount, 0.0) for _ in range(2))
+
+
+class NamingBlock(Block):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"hidden": super().forward(x)}
 
 
 class TestParity:
@@ -76,6 +97,9 @@ class TestParity:
             {"plain": [TENSOR], "pieces": [TENSOR, SEQUENCE]},
             max_grad_norm=0.1,
         )
+
+    def test_a_last_block_that_returns_a_dict_hands_on_whole_sequences(self) -> None:
+        check(of_model(NamesItsResults), 2, {"pieces": [TENSOR, SEQUENCE]})
 
     @pytest.mark.parametrize("what", BETWEEN)
     def test_code_between_blocks_sees_whole_sequences(self, what: str) -> None:

@@ -320,7 +320,38 @@ class Unused(Base):
         return self.head(h)
 
 
+class Rotation(nn.Module):
+    """[B, T, D / 2] complex hidden states to such, from [B, T, D] real ones first, and to them at the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.number = number
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.view_as_complex(h.unflatten(-1, (-1, 2))) if self.number == 0 else h
+        turned = self.linear(torch.view_as_real(h).flatten(-2)).unflatten(-1, (-1, 2))
+        h = h + torch.view_as_complex(turned)
+        return torch.view_as_real(h).flatten(-2) if self.number == 3 else h
+
+
+class ComplexStates(Base):
+    """Hidden states between blocks are complex, and a block that does not train passes their gradients on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rotation(number) for number in range(4))
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
 FOLLOWED = (
+    ComplexStates,
     ResidualInParent,
     InPlaceInParent,
     ChangesOutputs,

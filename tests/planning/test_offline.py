@@ -86,7 +86,7 @@ def test_one_strategy_with_what_it_communicates(profile: Profile) -> None:
 
 def test_what_was_assumed_is_noted(profile: Profile) -> None:
     assert profile.trace is not None
-    assert profile.trace.notes[-1].startswith("No loss function was given; the loss is taken to be the mean")
+    assert profile.trace.notes[-1].startswith("No loss function was given; the loss used is the mean")
 
 
 def test_a_device_that_torch_was_built_without_is_traced_here() -> None:

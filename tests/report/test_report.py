@@ -60,9 +60,9 @@ def test_an_offline_plan_has_a_strategy_but_nothing_applied() -> None:
 def test_the_text_says_what_was_chosen_why_and_where_figures_come_from() -> None:
     text = search_text(searched())
     for words in (
-        "One step takes 25.0 ms ±0.2 ms (measured, n=5); 1.60× as fast as the baseline ddp",
-        "Peak memory 410 MiB (measured, the highest of 2 ranks) of 1000 MiB a rank.",
-        "No candidate is expected below 24.0 ms: at most 4.0% of the step is left to gain (predicted).",
+        "One step takes 25.0 ms ±0.2 ms (measured, n=5). It is 1.60× as fast as the baseline ddp",
+        "Peak memory: 410 MiB (measured, the highest of 2 ranks) of 1000 MiB per rank.",
+        "No candidate is likely to take less than 24.0 ms, so at most 4.0% of the step is left to gain (predicted).",
         "✗ failed",
         "○ pruned (memory)",
         "needs 1.17 GiB",
@@ -112,22 +112,22 @@ def test_a_plan_speaks_of_predictions_alone() -> None:
     for text in (search_text(_planned()), report.to_html()):
         assert "✓ chosen" in text
         assert "· not chosen" in text
-        assert "nothing else is believed to be better" in text
-        for word in ("and measured", "untried", "won<", "not tried", "Nothing but", "a diamond is"):
+        assert "no other candidate is reliably predicted to be better" in text
+        for word in ("and measured", "untried", "won<", "not tried", "Only the baseline", "diamonds are"):
             assert word not in text
-    assert "4 candidates listed: 3 can be used, 1 pruned" in search_text(_planned())
+    assert "4 candidates listed: 3 considered, 1 pruned" in search_text(_planned())
 
 
 def test_one_trial_is_no_plural() -> None:
     outcome = replace(searched(), num_trials=1)
-    assert "1 trial, 12.5 s in all" in search_text(outcome)
+    assert "1 trial, 12.5 s in total" in search_text(outcome)
 
 
 def test_a_slower_choice_is_so_many_times_the_time() -> None:
     rows = searched().rows
     slower = replace(rows[0], trial=measured(100, 100))
     text = search_text(replace(searched(), rows=(slower, *rows[1:])))
-    assert "2.50× the time of the baseline ddp" in text
+    assert "2.50× as long as the baseline ddp" in text
     assert "0.40×" not in text
 
 

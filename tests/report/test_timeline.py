@@ -83,7 +83,7 @@ def test_of_many_ranks_some_are_shown_the_ends_among_them() -> None:
 
 def test_the_text_is_a_letter_for_each_slice_of_time() -> None:
     assert timeline_text(timeline_info(_step("1F1B", 2, 2))).splitlines() == [
-        "1F1B on 2 ranks, 2 micro-batches: the passes take 9.00 ms, ranks are idle for 33% of it (predicted).",
+        "1F1B on 2 ranks, 2 micro-batches: the passes take 9.00 ms, and ranks are idle for 33% of that time (predicted).",
         "  rank 0     FF··BB·BB  33% idle",
         "  rank 1     ·FBBFBB··  33% idle",
         "  F forward, B backward, · idle",
@@ -94,7 +94,7 @@ def test_the_text_fits_its_width_whatever_the_pipeline() -> None:
     text = timeline_text(timeline_info(_step("interleaved1f1b", 24, 48)), width=100)
     lines = text.splitlines()
     assert all(len(line) <= 100 for line in lines[1:-2])
-    assert "and 8 ranks between them" in text
+    assert "and 8 ranks in between" in text
     assert "small letters: a rank's later stages" in lines[-1]
     assert any(letter in lines[1] for letter in "fb")
 

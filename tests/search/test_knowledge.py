@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 
 from atorch_ns.search import Candidate, Search, SearchOutcome, SearchSettings, TrialOutcome
+from atorch_ns.search.knowledge import Knowledge
+from atorch_ns.search.objective import Objective
+from atorch_ns.search.residual_model import DRIFT, read_features
 from atorch_ns.search.space.candidate import Pruned
+from atorch_ns.search.trial import Ledger
 from tests.search.fakes import GIB, World, candidate, setting
 
 PLAIN = candidate("plain", "ddp", seconds=0.030, is_baseline=True)
@@ -48,8 +52,17 @@ def test_one_refusal_prunes_what_would_be_refused_as_well() -> None:
     assert len(pruned) == 4
     for row in pruned:
         assert row.reason == (
-            f"cut refuses it as {rows[failed].candidate.label}: InputError: no layer divides"
+            f"cut refuses it, as it refused {rows[failed].candidate.label}: InputError: no layer divides"
         )
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_drift_between_trials_widens_a_measurement_once(objective: str) -> None:
+    ledger = Ledger()
+    ledger.add("plain", TrialOutcome(status="ok", step_seconds=(0.03,) * 4, peak_bytes=(GIB,)))
+    settings = Objective(SearchSettings(objective=objective))
+    knowledge = Knowledge([PLAIN], read_features([PLAIN]), ledger, settings, limit_bytes=0)
+    assert knowledge.posterior.deviation[0] == pytest.approx(DRIFT, rel=0.01)
 
 
 def test_a_candidate_that_amounts_to_another_leaves_corrections_on() -> None:

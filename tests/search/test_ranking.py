@@ -100,8 +100,11 @@ def test_gains_that_are_not_believed_do_not_pay_for_axes() -> None:
     plain = predicted("c", "ddp", "compile", "amp", seconds=1.09, axes=(("data", 8),))
     found = prefer([cut, divided, plain], TIME, 0)
     assert found.candidate is plain
-    assert "simpler than ddp + cut, which is predicted 1.09× as fast (1.00 s against 1.09 s)" in found.reason
-    assert "a gain up to 10% is not believed, by 26 pairs of runs" in found.reason
+    assert (
+        "simpler than ddp + cut, which is predicted to be 1.09× as fast (1.00 s against 1.09 s)"
+        in found.reason
+    )
+    assert "a gain of up to 10% is not reliable (from 26 pairs of runs)" in found.reason
     assert prefer([cut, divided], TIME, 0).candidate is divided
     assert prefer([cut, plain], Objective(SearchSettings(objective="memory")), 0).candidate is cut
     slow = predicted("d", "ddp", "compile", "amp", seconds=1.11, axes=(("data", 8),))
@@ -143,7 +146,10 @@ def test_what_fits_for_sure_is_preferred_unless_the_steps_lie_apart() -> None:
     sure, slow = (predicted(f"b{s}", "fsdp", "checkpoint", seconds=s, peak=6 * GIB) for s in (1.3, 1.6))
     found = prefer([tight, sure, slow], TIME, limit)
     assert found.candidate is sure
-    assert "fits for sure, which fsdp does not with 9.50 GiB (9.50–10.5) of 10.0 GiB" in found.reason
+    assert (
+        "sure to fit, unlike fsdp, which is predicted to need 9.50 GiB (9.50–10.5) of 10.0 GiB"
+        in found.reason
+    )
     assert "1.30× as fast (1.00 s against 1.30 s)" in found.reason
     assert prefer([tight, slow], TIME, limit) == (tight, "")  # 1.2 s at most against 1.28 s at least
     assert prefer([tight], TIME, limit) == (tight, "")

@@ -74,7 +74,7 @@ def test_the_last_trials_of_a_search_that_could_go_on_repeat_the_best_and_its_ri
     *explored, first, second = tried
     assert len(set(explored)) == len(explored)
     assert {first, second} <= set(explored)
-    assert "those that are left repeat" in outcome.stop_reason
+    assert "the remaining ones repeat" in outcome.stop_reason
 
 
 def test_a_search_of_few_trials_keeps_none_of_them_to_repeat() -> None:
@@ -171,7 +171,7 @@ def test_trials_teach_about_what_resembles_them() -> None:
     assert row.fate == "untried"
     assert row.corrected_seconds is not None
     assert row.corrected_seconds > 0.045
-    assert "× the time" in row.reason
+    assert "× as long" in row.reason
     assert "not tried: " in row.reason
 
 
@@ -214,7 +214,7 @@ def test_a_trial_that_needs_more_time_than_is_left_is_not_begun() -> None:
     world = World({"plain": 0.03, "slow": 0.001})
     outcome = world.search([PLAIN, slow], time_limit_s=20.0)
     assert fates(outcome)["slow"] == "untried"
-    assert outcome.stop_reason == "the time limit of 20 s left time for 1 trial"
+    assert outcome.stop_reason == "the time limit of 20 s allowed 1 trial"
 
 
 def _first_hangs(time_limit_s: float) -> SearchOutcome:
@@ -349,14 +349,14 @@ def test_out_of_memory_rules_out_what_is_predicted_to_need_more() -> None:
     assert [task.key for task in world.tasks if task.kind == "trial"] == ["plain", "less"]
     assert outcome.best == "less"
     assert fates(outcome)["m1"] == "pruned"
-    assert "ran out of memory with 4.00 GiB" in reason(outcome, "m1")
+    assert "ran out of memory at 4.00 GiB" in reason(outcome, "m1")
 
 
 def test_a_trial_that_was_over_the_limit_cannot_win() -> None:
     fast = candidate("fast", "fsdp", seconds=0.01, peak=7 * GIB)
     outcome = World({"plain": 0.03, "fast": 0.01}, peaks={"fast": 9 * GIB}).search([PLAIN, fast])
     assert outcome.best == "plain"
-    assert "needs 9.00 GiB of 8.00 GiB (measured on rank 0)" in reason(outcome, "fast")
+    assert "needs 9.00 GiB, over the limit of 8.00 GiB (measured on rank 0)" in reason(outcome, "fast")
 
 
 class Processes(World):
@@ -385,7 +385,7 @@ def test_a_limit_is_for_the_process_and_for_a_long_run() -> None:
     assert fits.beside == BesideTensors(GIB // 2, GIB // 2, GIB // 2, 2)
     grows = Processes(truth, beside=beside, further=GIB, peaks={"fast": 7 * GIB}).search([PLAIN, fast])
     assert grows.best == "plain"
-    assert "needs 8.50 GiB of 8.00 GiB (measured on rank 0)" in reason(grows, "fast")
+    assert "needs 8.50 GiB, over the limit of 8.00 GiB (measured on rank 0)" in reason(grows, "fast")
 
 
 def test_what_processes_take_rules_out_what_tensors_alone_would_not() -> None:
@@ -394,7 +394,7 @@ def test_what_processes_take_rules_out_what_tensors_alone_would_not() -> None:
     world = Processes({"plain": 0.03, "near": 0.02}, beside={"plain": 6 * GIB, "near": 6 * GIB})
     outcome = world.search([plain, near])
     assert outcome.best == "plain"
-    assert "beside their tensors (6.00 GiB to 6.00 GiB)" in reason(outcome, "near")
+    assert "beyond their tensors (6.00 GiB to 6.00 GiB)" in reason(outcome, "near")
 
 
 def test_who_runs_out_while_it_plans_says_nothing_of_others() -> None:
@@ -407,7 +407,7 @@ def test_who_runs_out_while_it_plans_says_nothing_of_others() -> None:
     )
     outcome = world.search([candidate("plain", "ddp", peak=4 * GIB, is_baseline=True), plans, alike])
     assert outcome.best == "alike"
-    assert "out of memory on rank 0 while the strategy was applied, before the first step" in reason(
+    assert "out of memory on rank 0 while the strategy was being applied, before the first step" in reason(
         outcome, "plans"
     )
 
@@ -441,9 +441,7 @@ def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:
 
 
 def test_if_nothing_fits_the_nearest_miss_is_told() -> None:
-    over = Pruned(
-        kind="memory", reason="needs 11.1 GiB of 8.00 GiB", hint="checkpoint would bring it to 5.00 GiB"
-    )
+    over = Pruned(kind="memory", reason="needs 11.1 GiB", hint="checkpoint would reduce it to 5.00 GiB")
     candidates = [
         replace(candidate("plain", "ddp", peak=20 * GIB, is_baseline=True), pruned=replace(over, hint="")),
         replace(candidate("near", "fsdp", peak=11.1 * GIB), pruned=over),
@@ -451,9 +449,9 @@ def test_if_nothing_fits_the_nearest_miss_is_told() -> None:
     outcome = World({}).search(candidates)
     assert outcome.num_trials == 0
     assert outcome.nearest_miss.startswith(
-        "fsdp comes nearest: it needs 3.10 GiB more on every rank than 8.00 GiB"
+        "Nearest: fsdp needs 3.10 GiB more on every rank than the limit of 8.00 GiB"
     )
-    assert "checkpoint would bring it to 5.00 GiB" in outcome.nearest_miss
+    assert "checkpoint would reduce it to 5.00 GiB" in outcome.nearest_miss
 
 
 def test_the_nearest_miss_names_the_rank_and_what_was_not_tried() -> None:
@@ -562,8 +560,8 @@ def test_every_candidate_has_a_fate_and_a_reason_with_numbers() -> None:
     assert outcome.rows[0].fate == "won"
     assert all(row.reason for row in outcome.rows)
     assert reason(outcome, "big") == "needs 9.2 GiB of 8.0 GiB (predicted; activations 6.1 GiB)"
-    assert "× the time (measured " in reason(outcome, "plain")
-    assert "× the time (" in reason(outcome, "slow")
+    assert "× as long (measured " in reason(outcome, "plain")
+    assert "× as long (" in reason(outcome, "slow")
     assert "; the baseline takes 5." in outcome.rows[0].reason
 
 

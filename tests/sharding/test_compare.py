@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from atorch_ns.sharding.compare import gradient_floor, gradients_of, largest, relative_error, weighted_sum
+from atorch_ns.sharding.compare import (
+    gradient_floor,
+    gradients_of,
+    largest,
+    relative_error,
+    sum_of_bits,
+    weighted_sum,
+)
 
 
 def test_equal_on_every_rank_and_sensitive_to_every_element() -> None:
@@ -24,6 +31,14 @@ def test_gradients_of_what_the_total_does_not_depend_on_are_zeros() -> None:
     assert [gradient.tolist() for gradient in found] == [[2, 2], [0, 0, 0]]
     (constant,) = gradients_of(torch.ones(()), [used])
     assert constant.tolist() == [0, 0]
+
+
+def test_bits_of_complex_numbers_count_with_both_parts() -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        values = torch.tensor([1 + 2j, 3j], dtype=dtype)
+        assert sum_of_bits(values) == sum_of_bits(torch.view_as_real(values))
+        assert sum_of_bits(values) != sum_of_bits(values + 1j)
+        assert sum_of_bits(values.conj()) == sum_of_bits(values.conj().resolve_conj())
 
 
 def test_errors_are_relative_to_the_largest_value_wanted() -> None:

@@ -318,7 +318,7 @@ class Coordinator:
         delay = now - self._start
         if delay > self._join_timeout_s:
             self._end_with_failures(
-                dict.fromkeys(self._members.absent, f"never joined the search, in {delay:.0f} s")
+                dict.fromkeys(self._members.absent, f"did not join the search within {delay:.0f} s")
             )
         elif now - self._last_note >= _NOTE_EVERY_S:
             self._last_note = now

@@ -164,8 +164,8 @@ def make_worker(
         if cluster.rank == 0:
             request.observer(
                 SearchNote(
-                    f"trials run in this process, since {obstacle}: a trial that crashes or hangs ends the "
-                    "search, and its memory is measured together with what this process holds."
+                    f"trials run in this process, because {obstacle}: a trial that crashes or hangs ends the "
+                    "search, and its memory is measured together with that of this process."
                 )
             )
     stack.callback(worker.close)

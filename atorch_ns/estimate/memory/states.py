@@ -6,7 +6,7 @@ Legend: N plans, K numbers of ranks, P distinct parameters.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -48,50 +48,41 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     """
     own_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
     units = {segment: number for number, segment in enumerate(own_units, 1)}
-    columns: list[tuple[int, ...]] = []
+    entries: list[dict[str, int]] = []  # fields of Parameters
     for index, segment in enumerate(trace.segments):
+        is_separate = index in units or plan.sharding.layout != "flat"
+        copies, times_listed = (segment.count, 1) if is_separate else (1, segment.count)
+        use = {"copies": copies, "unit": units.get(index, 0), "segment": index, "owner": -1}
         specs = [spec for spec in segment.parameters if spec.tied_to is None]
-        separate = index in units or plan.sharding.layout != "flat"
-        location = (segment.count if separate else 1, units.get(index, 0), index, -1)  # copies, unit, …
-        for _ in range(1 if separate else segment.count):
-            columns += [(*_spec_columns(spec, plan), *location) for spec in specs]
-    if tied:
-        homes = _home_segments(trace)
-        for index, segment in enumerate(trace.segments):
-            for spec in segment.parameters:
-                if spec.tied_to in homes:
-                    home, first = homes[spec.tied_to]
-                    columns.append((*_spec_columns(first, plan), 0, units.get(index, 0), index, home))
-    table = np.asarray(columns, dtype=np.int64).reshape(-1, 12).T
-    return Parameters(
-        elements=table[0],
-        rows=table[1],
-        itemsize=table[2],
-        is_float=table[3] > 0,
-        trainable=table[4] > 0,
-        divisible=table[5],
-        by_rows=table[6] > 0,
-        is_expert=table[7] > 0,
-        copies=table[8],
-        unit=table[9],
-        segment=table[10],
-        owner=table[11],
-    )
+        entries += [_describe_spec(spec, plan) | use for spec in specs] * times_listed
+    homes = _home_segments(trace) if tied else {}
+    for index, segment in enumerate(trace.segments):
+        for spec in segment.parameters:
+            if spec.tied_to in homes:
+                home, first = homes[spec.tied_to]
+                use = {"copies": 0, "unit": units.get(index, 0), "segment": index, "owner": home}
+                entries.append(_describe_spec(first, plan) | use)
+    names = [field.name for field in fields(Parameters)]
+    columns = {name: np.asarray([entry[name] for entry in entries], dtype=np.int64) for name in names}
+    return Parameters(**columns | {name: columns[name] > 0 for name in _TRUTHS})
 
 
-def _spec_columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
+_TRUTHS = ("is_float", "trainable", "by_rows", "is_expert")  # fields that are 0 or 1
+
+
+def _describe_spec(spec: ParameterSpec, plan: Plan) -> dict[str, int]:
     dtype = stored_dtype(plan, spec, None)
     dim = spec.tensor_dim
-    return (
-        math.prod(spec.shape),
-        spec.shape[0] if spec.shape else 0,
-        DTYPE_BYTES.get(dtype, 4),
-        "float" in dtype,
-        spec.trainable,
-        0 if dim is None else spec.shape[dim],
-        dim == 0,
-        spec.is_expert,
-    )
+    return {
+        "elements": math.prod(spec.shape),
+        "rows": spec.shape[0] if spec.shape else 0,
+        "itemsize": DTYPE_BYTES.get(dtype, 4),
+        "is_float": "float" in dtype,
+        "trainable": spec.trainable,
+        "divisible": 0 if dim is None else spec.shape[dim],
+        "by_rows": dim == 0,
+        "is_expert": spec.is_expert,
+    }
 
 
 def _home_segments(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:

@@ -11,7 +11,7 @@ import numpy as np
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.costs.collectives import Groups, groups_along
 from atorch_ns.estimate.estimate import Workload
-from atorch_ns.estimate.model_shard import Memo, ModelShard, ShardUnit, Sizes, units_of
+from atorch_ns.estimate.model_shard import Memo, ModelShard, ShardUnit, Sizes, cost_of, units_of
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import Plan
 
@@ -134,6 +134,12 @@ class PricingContext:
                 total += elements * segment.count
                 local = local + elements * self.parts.of_parameters(s) * self.parts.counts[s]
         return local / total if total else 1.0
+
+    def output_bytes(self, s: int) -> np.ndarray:
+        """[R] bytes of what one block of segment ``s`` hands to the next of a micro-batch, on the rank."""
+        output = cost_of(self.plan, self.trace.segments[s]).output
+        whole = np.asarray(output.at(self.num_samples, self.num_tokens), dtype=float)
+        return np.asarray(whole * self.parts.share(s, output.divided, output.words))
 
     def elements(self, *, trainable: bool) -> np.ndarray | float:
         """[R] elements of parameters on the rank, before data parallelism divides them."""

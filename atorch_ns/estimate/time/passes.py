@@ -368,9 +368,7 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
     rate = hardware.to_host.rate
     each = []
     ratio = context.parts.recomputed_share(plan)
-    for segment, share in zip(
-        context.trace.segments, recomputed_shares(plan, context.trace.segments), strict=True
-    ):
-        num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
-        each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))  # there and back
+    for s, share in enumerate(recomputed_shares(plan, context.trace.segments)):
+        seconds = rate.latency_s + context.output_bytes(s) / rate.bytes_per_s
+        each.append(share / plan.recomputation.chunk * 2 * seconds)  # there and back
     return np.asarray((1.0 if ratio is None else ratio) * context.micro_batches * context.parts.total(each))

@@ -6,19 +6,19 @@ Legend: R plans of one kind, p ranks of a pipeline, v stages on each, m micro-ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import cost_of, groups
+from atorch_ns.estimate.model_shard import groups
 from atorch_ns.estimate.stages import Stages, known_stages
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import SegmentSeconds
 from atorch_ns.estimate.time.traffic import Exchange
 from atorch_ns.pipeline import ScheduleInfo, StageCosts, simulate, split_backward
-from atorch_ns.profile import Segment
+from atorch_ns.profile import Segment, Trace
 
 
 class Waiting(NamedTuple):
@@ -35,6 +35,14 @@ class Waiting(NamedTuple):
     operators: np.ndarray
 
 
+class _BlockSeconds(NamedTuple):
+    # [S, R] seconds of one block of each segment, forward and backward, for one micro-batch.
+    device: np.ndarray
+    device_again: np.ndarray  # of recomputation
+    host: np.ndarray  # of starting operators
+    host_again: np.ndarray
+
+
 def as_pipeline(
     context: PricingContext, segments: Sequence[SegmentSeconds], exchanges: Sequence[Exchange]
 ) -> tuple[PricingContext, Waiting]:
@@ -45,60 +53,65 @@ def as_pipeline(
     runs one micro-batch forward and backward: the bubble. Schedules with several stages on a rank, or with
     the backward pass in two parts, leave a share of it.
     """
-    none = np.zeros(len(context.sizes))
-    if not (context.sizes.pipeline > 1).any():
-        return context, Waiting(none, none, none)
-    launch = context.hardware.device.launch_s
-    # Of one micro-batch, forward and backward: seconds on the device, then seconds of starting operators.
-    of_pass = [
-        part.forward + part.backward + other.seconds for part, other in zip(segments, exchanges, strict=True)
-    ]
-    in_pass = [
-        launch * (part.operators + other.operators) for part, other in zip(segments, exchanges, strict=True)
-    ]
-    seconds, starts = _broadcast_rows(of_pass, none), _broadcast_rows(in_pass, none)  # [S, R]
-    recompute = _broadcast_rows([part.recompute for part in segments], none)
-    restarts = _broadcast_rows([launch * part.more_operators for part in segments], none)
-    by_share = context.plan.recomputation.share is not None
-    matrices = np.asarray([_num_matrices(part) for part in context.trace.segments])
-    again = _recompute_ratio(segments)
-    counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
-    again_shares = np.full(len(none), np.nan)
-    waiting = Waiting(none.copy(), none.copy(), none.copy())
-    sizes, each = context.sizes, _seconds_of_a_send(context)
-    for (num_ranks, index), rows in groups(sizes.pipeline, sizes.pipelined):
+    sizes = context.sizes
+    waiting = Waiting(*np.zeros((3, len(sizes))))
+    if not (sizes.pipeline > 1).any():
+        return context, waiting
+    block_seconds = _block_seconds(context, segments, exchanges)
+    recompute_ratio, send_s = _recompute_ratio(context.trace, segments), _seconds_of_a_send(context)
+    # Of each slowest rank: [R, S] its blocks, and [R] the share of them that it recomputes.
+    counts = np.tile([segment.count for segment in context.trace.segments], (len(sizes), 1))
+    again_shares = np.full(len(sizes), np.nan)
+    for (num_ranks, index), rows in groups(sizes.pipeline, sizes.pipelined):  # R' rows of equal pipelines
         if num_ranks == 1:
             continue
         stages = known_stages(sizes.pipelines[index], context.trace, num_ranks, context.memo)
+        by_share = context.plan.recomputation.share is not None
         shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
-        of_rank, host = (  # [p, R']
-            stages.on_rank @ first[:, rows] + shares[:, None] * (stages.on_rank @ more[:, rows])
-            for first, more in ((seconds, recompute), (starts, restarts))
-        )
-        # A CPU is its own host; a GPU runs behind its host, so the longer of both counts.
-        of_rank = of_rank + host if context.hardware.device.type == "cpu" else np.maximum(of_rank, host)
-        slowest = of_rank.argmax(axis=0)
+        seconds = _rank_seconds(context, block_seconds, rows, stages, shares=shares)  # [p, R']
+        slowest = seconds.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
         again_shares[rows] = shares[slowest]
         # Before and after its own work, a rank waits for one micro-batch on each of the others.
-        others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
-        waiting.bubble[rows] = others * _bubble_shares(
-            context, rows, stages, again * round(2 * shares.mean()) / 2
-        )
-        waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
-        splits = stages.info.splits_backward and not context.plan.whole_backward
-        extra = _DEFERRED_OPERATORS * (counts[rows] @ matrices) if splits else 0.0
-        num_stages = stages.numbers.shape[1]
-        waiting.operators[rows] = context.micro_batches[rows] * (_STAGE_OPERATORS * num_stages + extra)
-    ones = np.ones(len(none), dtype=bool)  # whether a rank is first or last matters to memory only
+        others = seconds.sum(axis=0) - seconds.max(axis=0)
+        again = recompute_ratio * round(2 * shares.mean()) / 2
+        waiting.bubble[rows] = others * _bubble_shares(context, rows, stages, again)
+        waiting.sends[rows] = 2.0 * send_s[rows] * _unhidden_sends(context, rows, stages)  # there and back
+        waiting.operators[rows] = context.micro_batches[rows] * _more_operators(context, stages, counts[rows])
+    ones = np.ones(len(sizes), dtype=bool)  # whether a rank is first or last matters to memory only
     parts = context.parts.staged(
         counts, context.parts.live, context.parts.accumulates, first=ones, last=ones, recomputed=again_shares
     )
     return replace(context, parts=parts), waiting
 
 
-def _broadcast_rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
-    return np.stack([np.broadcast_to(value, none.shape) for value in values])
+def _block_seconds(
+    context: PricingContext, segments: Sequence[SegmentSeconds], exchanges: Sequence[Exchange]
+) -> _BlockSeconds:
+    def table(values: Iterable[np.ndarray | float]) -> np.ndarray:
+        return np.stack([np.broadcast_to(value, len(context.sizes)) for value in values])
+
+    launch_s, pairs = context.hardware.device.launch_s, list(zip(segments, exchanges, strict=True))
+    return _BlockSeconds(
+        device=table(part.forward + part.backward + exchange.seconds for part, exchange in pairs),
+        device_again=table(part.recompute for part in segments),
+        host=table(launch_s * (part.operators + exchange.operators) for part, exchange in pairs),
+        host_again=table(launch_s * part.more_operators for part in segments),
+    )
+
+
+def _rank_seconds(
+    context: PricingContext, of_block: _BlockSeconds, rows: np.ndarray, stages: Stages, *, shares: np.ndarray
+) -> np.ndarray:
+    # [p, R'] seconds of one micro-batch on each rank, which recomputes its share of its blocks.
+    def sum_blocks(first: np.ndarray, again: np.ndarray) -> np.ndarray:
+        blocks = stages.on_rank
+        return np.asarray(blocks @ first[:, rows] + shares[:, None] * (blocks @ again[:, rows]))
+
+    device = sum_blocks(of_block.device, of_block.device_again)
+    host = sum_blocks(of_block.host, of_block.host_again)
+    # A CPU is its own host; a GPU runs behind its host, so the longer of both counts.
+    return device + host if context.hardware.device.type == "cpu" else np.asarray(np.maximum(device, host))
 
 
 # Host time of passing a micro-batch through a stage and back, in operators: messages, the stage's call, the
@@ -110,14 +123,23 @@ _STAGE_OPERATORS: Final = 45.0
 _DEFERRED_OPERATORS: Final = 3.4
 
 
+def _more_operators(context: PricingContext, stages: Stages, counts: np.ndarray) -> np.ndarray | float:
+    # [R'] of one micro-batch in the stages of ranks that have [R', S] ``counts`` blocks of each segment.
+    passing: float = _STAGE_OPERATORS * stages.numbers.shape[1]
+    if context.plan.whole_backward or not stages.info.splits_backward:
+        return passing
+    matrices = np.asarray([_num_matrices(part) for part in context.trace.segments])
+    return np.asarray(passing + _DEFERRED_OPERATORS * (counts @ matrices))
+
+
 def _num_matrices(segment: Segment) -> int:
     return sum(parameter.trainable and len(parameter.shape) == 2 for parameter in segment.parameters)
 
 
-def _recompute_ratio(segments: Sequence[SegmentSeconds]) -> float:
-    forward = sum(float(np.mean(segment.forward)) for segment in segments)
-    again = sum(float(np.mean(segment.recompute)) for segment in segments)
-    return round(2 * again / forward) / 2 if forward else 0.0  # in halves: few pipelines are simulated
+def _recompute_ratio(trace: Trace, segments: Sequence[SegmentSeconds]) -> float:
+    means = [(float(np.mean(part.forward)), float(np.mean(part.recompute))) for part in segments]
+    forward, again = np.asarray([segment.count for segment in trace.segments]) @ np.asarray(means)
+    return float(round(2 * again / forward)) / 2 if forward else 0.0  # in halves: few pipelines are simulated
 
 
 def _bubble_shares(context: PricingContext, rows: np.ndarray, stages: Stages, again: float) -> np.ndarray:
@@ -163,9 +185,11 @@ def _simulate_bubble(info: ScheduleInfo, numbers: tuple[int, int, int], again: f
 def _seconds_of_a_send(context: PricingContext) -> np.ndarray:
     # The segment with the most blocks: stages are mostly cut inside it.
     inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
-    output = cost_of(context.plan, context.trace.segments[inner]).output
-    num_bytes = np.asarray(output.at(context.num_samples, context.num_tokens), dtype=float)
-    num_bytes = num_bytes * context.parts.share(inner, output.divided, output.words)
+    return send_seconds(context, context.output_bytes(inner))
+
+
+def send_seconds(context: PricingContext, num_bytes: np.ndarray) -> np.ndarray:
+    """[R] seconds of a message between neighbours of a pipeline."""
     near, far = context.hardware.within_node, context.hardware.between_nodes
     inside = context.groups(("pipeline",)).within > 1  # whether neighbours share a node
     return np.where(inside, near.message_seconds("send", num_bytes), far.message_seconds("send", num_bytes))

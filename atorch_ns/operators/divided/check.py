@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -71,20 +71,13 @@ def _check_in(
     with random_states_kept(device):
         torch.manual_seed(0)  # equal parameters and cotangents in every check
         states = _make_states(division, model, device, dtype)
-        inputs = [_as_float(tensor.to(device), dtype) for tensor in tensors]
-        whole = _run_whole(division, states, inputs, dtype)
-        ranks = [_Record(dtype) for _ in range(division.degree)]
+        operands = _Operands([_as_float(tensor.to(device), dtype) for tensor in tensors], states)
+        whole = _Record(dtype)
+        _run_whole(division, operands, whole)
+        ranks = [_Record(dtype, cotangents=whole.cotangents) for _ in range(division.degree)]
 
         def run_rank(group: Any) -> None:
-            _run_rank(
-                division,
-                all_pieces,
-                states,
-                inputs,
-                cotangents=whole.cotangents,
-                group=group,
-                record=ranks[group.rank()],
-            )
+            _run_rank(division, operands, all_pieces, group, record=ranks[group.rank()])
 
         try:
             simulate(division.degree, run_rank, device)
@@ -99,13 +92,20 @@ def _check_in(
     _compare_records(division, whole, ranks)
 
 
+class _Operands(NamedTuple):
+    """What every run computes with: inputs, and parameters, buffers and constants by name of their node."""
+
+    inputs: list[torch.Tensor]
+    states: dict[str, torch.Tensor]
+
+
 @dataclass
 class _Record:
     """Values of a run by node of the whole graph, and gradients of parameters by name, all in one dtype."""
 
     dtype: torch.dtype
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
-    cotangents: list[torch.Tensor | None] = field(default_factory=list)
+    cotangents: list[torch.Tensor | None] = field(default_factory=list)  # random; ranks take the whole run's
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def keep(self, node: fx.Node, value: Any) -> None:
@@ -155,10 +155,9 @@ class _Quiet(fx.Interpreter):
         except InputError:
             raise
         except Exception as error:
-            users = [  # a conversion is not an operator: name the one that it is for
-                self._calls[number] for user in n.users if (number := self._numbers[user]) in self._calls
-            ]
-            where = op or next(iter(users), None)
+            # A conversion is not an operator: name the one that it is for.
+            users = (self._calls.get(self._numbers[user]) for user in n.users)
+            where = op or next(filter(None, users), None)
             raise InputError(
                 f"{where} is divided wrongly: it fails on pieces with {error_line(error)}."
             ) from error
@@ -201,72 +200,47 @@ def _without_chance(op: Operator, args: list[Any], kwargs: Mapping[str, Any]) ->
     return type(results)(result.zero_() if isinstance(result, torch.Tensor) else result for result in results)
 
 
-def _run_whole(
-    division: OperatorDivision,
-    states: Mapping[str, torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-) -> _Record:
-    graph, record = division.graph, _Record(dtype)
-    nodes = list(graph.captured.graph.nodes)
+def _run_whole(division: OperatorDivision, operands: _Operands, record: _Record) -> None:
+    graph, nodes = division.graph, list(division.graph.captured.graph.nodes)
     calls = {
         number: producer[0] for number, node in enumerate(nodes) if (producer := graph.producers.get(node))
     }
     # A node that gives a list or tuple is not the producer of its results: their getitem nodes are.
     calls |= {nodes.index(op.node): op for op in graph.operators}
     value_nodes = {number: node for number, node in enumerate(nodes) if node in graph.producers}
-    arguments, parameters = [], {}
+    arguments, parameters = [], {}  # in the order of the graph's placeholders; by name in the model
     for node, origin in graph.origins.items():
         if origin.kind == "input":
-            arguments.append(inputs[int(origin.name)])
+            arguments.append(operands.inputs[int(origin.name)])
             continue
-        value = states[node.name]
+        value = operands.states[node.name]
         if origin.kind == "parameter":
             value = parameters[origin.name] = value.clone().requires_grad_(graph.spec(node).requires_grad)
         arguments.append(value.clone() if origin.kind == "buffer" else value)  # the run may write to it
     results = _Quiet(graph.captured.graph, calls, value_nodes, record).run(*arguments)
-    record.cotangents = _run_backward(results, None)
+    record.cotangents = [
+        torch.randn_like(result) if isinstance(result, torch.Tensor) and result.requires_grad else None
+        for result in results
+    ]
+    _run_backward(results, record.cotangents)
     record.parameters = {name: value.grad for name, value in parameters.items() if value.grad is not None}
-    return record
 
 
-def _run_backward(
-    results: Sequence[Any], cotangents: Sequence[torch.Tensor | None] | None
-) -> list[torch.Tensor | None]:
-    if cotangents is None:
-        cotangents = [  # random; the divided run takes those of the whole one
-            torch.randn_like(result) if isinstance(result, torch.Tensor) and result.requires_grad else None
-            for result in results
-        ]
+def _run_backward(results: Sequence[Any], cotangents: Sequence[torch.Tensor | None]) -> None:
     pairs = [(result, grad) for result, grad in zip(results, cotangents, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
-    return list(cotangents)
 
 
 def _run_rank(
     division: OperatorDivision,
+    operands: _Operands,
     all_pieces: Sequence[Piece],
-    states: Mapping[str, torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    *,
-    cotangents: Sequence[torch.Tensor | None],
     group: Any,
+    *,
     record: _Record,
 ) -> None:
-    values: dict[str, Any] = {}
-    copies: dict[str, torch.Tensor] = {}
-    for node, origin in division.graph.origins.items():
-        if origin.kind == "input":
-            values[node.name] = inputs[int(origin.name)]
-            continue
-        value = states[node.name].clone()
-        if origin.kind == "parameter":
-            placement = division.parameters.get(origin.name, WHOLE)
-            if isinstance(placement, Shard):
-                value = value.chunk(group.size(), placement.dim)[group.rank()].clone()
-            value.requires_grad_(division.graph.spec(node).requires_grad)
-        values[node.name] = copies[origin.name] = value
+    values, copies = _divide_operands(division, operands, group)
     for piece in all_pieces:
         under = f"{piece.path}." if piece.path else ""
         arguments = [
@@ -280,10 +254,29 @@ def _run_rank(
     outputs = [
         converted(values[node.name], division.placement(node), need, group) for node in division.graph.outputs
     ]
-    _run_backward(outputs, cotangents)
+    _run_backward(outputs, record.cotangents)
     for name, value in copies.items():
         if value.grad is not None:
             record.parameters[name] = total(value.grad, group) if name in division.summed else value.grad
+
+
+def _divide_operands(
+    division: OperatorDivision, operands: _Operands, group: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    values: dict[str, Any] = {}  # by name of the node
+    copies: dict[str, torch.Tensor] = {}  # a rank's own parameters, buffers and constants, by their names
+    for node, origin in division.graph.origins.items():
+        if origin.kind == "input":
+            values[node.name] = operands.inputs[int(origin.name)]
+            continue
+        value = operands.states[node.name].clone()
+        if origin.kind == "parameter":
+            placement = division.parameters.get(origin.name, WHOLE)
+            if isinstance(placement, Shard):
+                value = value.chunk(group.size(), placement.dim)[group.rank()].clone()
+            value.requires_grad_(division.graph.spec(node).requires_grad)
+        values[node.name] = copies[origin.name] = value
+    return values, copies
 
 
 def _compare_records(division: OperatorDivision, whole: _Record, ranks: Sequence[_Record]) -> None:

@@ -70,7 +70,6 @@ def loss_over_classes(
     rule: Rule,
     operator: Operator,
     scores: torch.Tensor,
-    *,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     reduction: int = 1,

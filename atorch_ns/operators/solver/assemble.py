@@ -202,6 +202,7 @@ class _Assembly:
                 forward_seconds=option.forward_seconds * draft.count,
                 resident=option.resident * draft.count,
                 gradients=option.gradients * draft.count,
+                saved=option.saved * draft.count,
                 transient=option.transient,  # of one instance: they run one after the other
             )
             for option in draft.options
@@ -284,13 +285,12 @@ class _Assembly:
         forward, backward = self._prices.seconds(op, rule, work)
         sizes = zip((*op.call.tensors, *op.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
         local = 0.0 if work.is_view else sum(self._prices.local_bytes(*pair) for pair in sizes)
-        extra_bytes = work.saved_bytes / (self._prices.degree if rule.divides else 1)  # such as masks
         return Option(
             outputs=tuple(map(placement_text, rule.outputs)),
             needs=tuple(str(need_of(rule, index)) for index in range(len(rule.inputs))),
             seconds=forward + backward,
             forward_seconds=forward,
-            resident=0.0 if self._recomputes else extra_bytes,
+            saved=work.saved_bytes / (self._prices.degree if rule.divides else 1),  # such as masks
             transient=local,  # what it reads and makes, or in the backward pass their gradients
         )
 

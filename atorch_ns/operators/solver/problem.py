@@ -31,6 +31,7 @@ class Option:
         forward_seconds: the part of it that is paid once more where the node is recomputed.
         resident: bytes that are always held: parameters, optimizer states.
         gradients: bytes that come in the backward pass, while what is saved goes.
+        saved: bytes held until the backward pass beside inputs and results, such as masks.
         transient: bytes that one instance holds only while it runs, at their peak.
     """
 
@@ -40,6 +41,7 @@ class Option:
     forward_seconds: float = 0.0
     resident: float = 0.0
     gradients: float = 0.0
+    saved: float = 0.0
     transient: float = 0.0
 
 
@@ -171,6 +173,14 @@ class PlacementProblem:
         """Whether a reader saves what it reads for the backward pass."""
         return self.nodes[reader.node].inputs[reader.position].saved
 
+    def saved_bytes(
+        self, use: Use, readers: Sequence[UseReader], options: Sequence[Option], *, is_recomputed: bool
+    ) -> float:
+        """Bytes of one instance of a use that its readers, of a recomputed group or not, let autograd save."""
+        holds_all = is_recomputed and use.enters  # held for recomputation, even if no reader saves it
+        labels = {entry.label(options[entry.node]) for entry in readers if holds_all or self.saves(entry)}
+        return sum(use.saved.get(label, 0.0) for label in labels)
+
     @property
     def always_recomputed(self) -> frozenset[str]:
         """The groups that are recomputed in any case."""
@@ -229,28 +239,24 @@ def price(
     conversion_seconds = bytes_moved = saved_bytes = 0.0
     inner = dict.fromkeys(again, 0.0)  # bytes that one instance of a recomputed group saves
     for use, readers, group in problem.read():
-        label = use.label(options[use.node])
-        copies = 0.0
-        # Readers that need the same label share its conversion.
-        by_label = {reader.label(options[reader.node]): reader for reader in readers}
-        for other, reader in by_label.items():
-            if (label, other) not in use.conversions:
-                raise InputError(
-                    f"{nodes[use.node].name} gives {label}, but {nodes[reader.node].name} needs {other}, and there is "
-                    f"no conversion between them. Choose another option for one of the two."
-                )
-            conversion = use.conversions[label, other]
-            repeat_seconds = conversion.forward_seconds if group in again and not use.enters else 0.0
+        is_repeated = group in again and not use.enters  # computed anew in the backward pass
+        conversions = shared_conversions(problem, use, readers, options).values()
+        for conversion in conversions:
+            repeat_seconds = conversion.forward_seconds if is_repeated else 0.0
             conversion_seconds += use.count * (conversion.seconds + repeat_seconds)
             bytes_moved += use.count * conversion.bytes_moved
-            copies += conversion.copy_bytes
-        whole = group in again and use.enters  # held for recomputation, even if no reader saves it
-        labels = {entry.label(options[entry.node]) for entry in readers if whole or problem.saves(entry)}
-        num_bytes = use.count * (copies + sum(use.saved.get(other, 0.0) for other in labels))
-        if group in again and not use.enters:
+        copies = sum(conversion.copy_bytes for conversion in conversions)
+        saved = problem.saved_bytes(use, readers, options, is_recomputed=group in again)
+        num_bytes = use.count * (copies + saved)
+        if is_repeated:
             inner[group] += num_bytes / problem.groups[group].count  # one instance is recomputed at a time
         else:
             saved_bytes += num_bytes
+    for option, node in zip(options, nodes, strict=True):
+        if node.group in again:
+            inner[node.group] += option.saved / problem.groups[node.group].count
+        else:
+            saved_bytes += option.saved
     peaks = [  # both of the largest may be of one node, if it has two instances
         entry.transient for entry, node in zip(options, nodes, strict=True) for _ in range(min(2, node.count))
     ]
@@ -268,3 +274,22 @@ def price(
         recomputing=max(inner.values(), default=0.0),
         host_seconds=problem.host_seconds,
     )
+
+
+def shared_conversions(
+    problem: PlacementProblem, use: Use, readers: Sequence[UseReader], options: Sequence[Option]
+) -> dict[UseReader, ConversionCost]:
+    """The conversions of a use, by reader: of those that need the same label and share one, by the last.
+
+    Raises:
+        InputError: as :func:`price`.
+    """
+    label = use.label(options[use.node])
+    by_label = {reader.label(options[reader.node]): reader for reader in readers}
+    for target, reader in by_label.items():
+        if (label, target) not in use.conversions:
+            raise InputError(
+                f"{problem.nodes[use.node].name} gives {label}, but {problem.nodes[reader.node].name} needs {target}, and "
+                f"there is no conversion between them. Choose another option for one of the two."
+            )
+    return {reader: use.conversions[label, target] for target, reader in by_label.items()}

@@ -232,6 +232,8 @@ class Program:
                 option = node.options[index]
                 add(self._memory, {column: option.resident / self._unit})
                 add(self._gradients, {column: option.gradients / self._unit})
+                if option.saved:
+                    self._add_held_bytes({column: 1.0}, option.saved / self._unit, node.group)
                 self._charge_seconds({column: 1.0}, option.seconds, option.forward_seconds, node.group)
 
     def _add_use(self, use: Use, readers: Sequence[UseReader], group: str) -> None:

@@ -129,8 +129,8 @@ def _possible_options(problem: PlacementProblem, *, memory: bool) -> list[list[i
 
 def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int]:
     def costs(option: Option) -> tuple[float, ...]:
-        time = (option.seconds, option.forward_seconds)
-        return (*time, option.resident, option.gradients, option.transient) if memory else time
+        num_bytes = (option.resident, option.gradients, option.saved, option.transient)
+        return option.seconds, option.forward_seconds, *(num_bytes if memory else ())
 
     alike: dict[object, list[int]] = defaultdict(list)  # the undominated so far, by their labels
     # In the order of costs, an option comes after those that dominate it.
@@ -147,6 +147,8 @@ def _least_parts(problem: PlacementProblem, options: Options) -> dict[str, float
     peaks: list[float] = []
     for node, indices in zip(problem.nodes, options, strict=True):
         parts[f"states of {node.name}"] += min(node.options[index].resident for index in indices)
+        if not node.group or problem.groups[node.group].recomputed is False:
+            parts[f"masks of {node.name}"] += min(node.options[index].saved for index in indices)
         peaks += repeat(min(node.options[index].transient for index in indices), min(2, node.count))
     parts["the two largest peaks inside operators"] = sum(nlargest(2, peaks))
     for use, readers, group in problem.read():

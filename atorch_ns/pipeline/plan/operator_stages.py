@@ -310,7 +310,8 @@ class _Search:
             self._fill_between(column, start, stop, (middle, cost), high=high)
 
     def _write_costs(self, levels: slice, column: int, start: int, stop: int, *, cost: StageCost) -> None:
-        self._seconds[levels, column, stop - start, start] = cost.seconds + self._task.sent(start)
+        send_seconds = self._task.sent(start, self._columns[column][0])
+        self._seconds[levels, column, stop - start, start] = cost.seconds + send_seconds
         self._largest[levels, column, stop - start, start] = largest_term(cost, self._task)
 
     def _fitting_cost(self, column: int, start: int, stop: int, level: int) -> StageCost | None:

@@ -6,8 +6,8 @@ In stage ``s``, ``t_s`` are a micro-batch's seconds, forward and backward, and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atorch_ns.errors import InputError
@@ -63,6 +63,7 @@ class PipelineTask:
         recompute: whether stages may keep their activations, recompute them, or both.
         schedule: ``"1F1B"`` or ``"GPipe"``.
         send: seconds to send over the cut before segment ``c``, one way, by index ``c - 1``; empty for none.
+        send_by_degree: seconds to send over any cut, one way, by the degree of stages, in place of ``send``.
         memory_limit: bytes of a device; ``None`` for no limit.
     """
 
@@ -75,6 +76,7 @@ class PipelineTask:
     recompute: Collection[bool] = (False, True)
     schedule: str = "1F1B"
     send: Sequence[float] = ()
+    send_by_degree: Mapping[int, float] = field(default_factory=dict)
     memory_limit: float | None = None
 
     def __post_init__(self) -> None:
@@ -110,9 +112,10 @@ class PipelineTask:
         first = get_schedule(self.schedule).name == "1F1B"
         return min(self.num_micro_batches, position) if first else self.num_micro_batches  # GPipe holds all
 
-    def sent(self, cut: int) -> float:
-        """Seconds over the cut before a segment, there and back."""
-        return 2.0 * self.send[cut - 1] if cut and self.send else 0.0  # position 0 is no cut
+    def sent(self, cut: int, degree: int) -> float:
+        """Seconds over the cut before a segment, to a stage of a degree, there and back."""
+        every = self.send[cut - 1] if cut and self.send else 0.0  # position 0 is no cut
+        return 2.0 * (self.send_by_degree.get(degree, every) if cut else 0.0)
 
 
 def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
@@ -121,7 +124,8 @@ def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
         forward=tuple(stage.cost.forward for stage in stages),
         backward_input=tuple(stage.cost.backward for stage in stages),
         backward_weight=(0.0,) * len(stages),  # 1F1B and GPipe do not split the backward pass
-        send=tuple(task.sent(stage.start) / 2 for stage in stages[1:]),  # sent() counts both directions
+        # sent() counts both directions.
+        send=tuple(task.sent(stage.start, stage.degree) / 2 for stage in stages[1:]),
     )
     timeline = simulate(get_schedule(task.schedule).orders(len(stages), task.num_micro_batches, 1), costs)
     return max(
@@ -132,7 +136,7 @@ def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
 def estimated_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
     """The estimate of a step that plans minimize."""
     costs = [stage.cost for stage in stages]
-    sends = sum(task.sent(stage.start) for stage in stages)
+    sends = sum(task.sent(stage.start, stage.degree) for stage in stages)
     return max(largest_term(cost, task) for cost in costs) + sum(cost.seconds for cost in costs) + sends
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.capture.random_states import buffers_lent
 from atorch_ns.pipeline.cut.graph import TensorSignature
+from atorch_ns.pipeline.plan.choose import BUFFERS
 from atorch_ns.pipeline.run.forward_pass import StageRange
 from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.pipeline.run.weight_gradients import WeightGradients, linear_layers
@@ -187,14 +188,16 @@ class Execution:
         self._local: dict[Message, Tensors] = {}  # handed from stage to stage of this rank
         self._outbox: dict[Message, list[tuple[torch.Tensor, Any]]] = {}  # held until the other rank has them
         self._states: dict[tuple[int, int], _CallState] = {}
+        self._trains = any(action.kind != "F" for action in self._order)
+        # The other rank never waits for this one to receive, so that this one may wait for it to receive.
+        self._is_one_way = not self._trains and list(self.rank_of) == sorted(self.rank_of)
         self._again = {action[1:] for action in self._order if action.kind == "R"}  # forward without a graph
         splits = not self.whole_backward and any(action.kind == "I" for action in self._order)
         self._layers = {n: linear_layers(stage) for n, stage in self.stages.items()} if splits else {}
 
     def run(self) -> None:
         """Takes all actions; collective over the pipeline."""
-        trains = any(action.kind != "F" for action in self._order)
-        fsdp_stages = [stage for stage in self.stages.values() if trains and isinstance(stage, FSDPModule)]
+        fsdp_stages = [s for s in self.stages.values() if self._trains and isinstance(s, FSDPModule)]
         for stage in fsdp_stages:  # gradients are reduced at the end
             stage.set_is_last_backward(False)
             stage.set_reshard_after_backward(False)  # gathered once for all micro-batches
@@ -248,6 +251,8 @@ class Execution:
             return
         group = self.links.between(self.links.rank, target)
         self._outbox[message] = [(t, dist.isend(t, group=group, group_dst=target)) for t in tensors]
+        while self._is_one_way and len(self._outbox) > BUFFERS:  # no message comes back to confirm any
+            self._release_sent(next(iter(self._outbox)))
 
     def _run_action(self, action: Action, inputs: Tensors) -> Tensors:
         kind, number, micro_batch = action
@@ -257,7 +262,9 @@ class Execution:
             for tensor, value in zip(inputs, crossing.carried if crossing else (), strict=True):
                 tensor.requires_grad_(value.spec.requires_grad)  # leaves, whose gradients are sent back
             later = WeightGradients(self._layers[number]) if self._layers else None
-            state = self._states[key] = _CallState(inputs, later=later)
+            state = _CallState(inputs, later=later)
+            if self._trains:  # else nothing reads it again
+                self._states[key] = state
             results = self._run_forward(action, state, with_graph=key not in self._again)
             if number + 1 == len(self.rank_of):
                 self.losses[micro_batch] = results[0].detach()

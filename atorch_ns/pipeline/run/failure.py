@@ -91,6 +91,7 @@ class FailureNotes:
     def _read_notes(self, ranks: Sequence[int]) -> dict[int, str]:
         notes: dict[int, str] = {}
         until = time.monotonic() + _PATIENCE_S
+        usual_timeout = self._store.timeout  # type: ignore[attr-defined]  # stubs lack it
         try:
             self._store.set_timeout(timedelta(seconds=_PATIENCE_S))  # the default is minutes
             while time.monotonic() < until and len(notes) < len(ranks):
@@ -102,6 +103,8 @@ class FailureNotes:
                 time.sleep(0.05)
         except RuntimeError:  # the store is gone
             pass
+        finally:  # other users share it
+            self._store.set_timeout(usual_timeout)
         return notes
 
 

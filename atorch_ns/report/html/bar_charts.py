@@ -66,7 +66,7 @@ def memory_picture(info: MemoryInfo) -> str:
     """Predicted peaks in parts against the limit; a diamond where it was measured."""
     over = sum(info.over(bar) > 0 for bar in info.bars)
     description = (
-        f"{len(info.bars)} candidates, {over} of them over the limit of "
+        f"{len(info.bars)} candidates, {over} over the limit of "
         f"{bytes_text(info.limit_bytes or None)}. " + _first_bar_sentence(info.bars, bytes_text)
     )
     return _stacked_bars(

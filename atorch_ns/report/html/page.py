@@ -73,7 +73,7 @@ _SHOWN = 12  # candidates that are not folded away, besides those that were trie
 _LONG_TITLE = 60  # characters: a longer strategy has only its methods' names in the title
 
 _PLANNED = "Every figure is a prediction."
-_TRIED = "Predicted before any trial; measured in trials, with the number of steps and the standard error."
+_TRIED = "Predictions predate all trials. Measurements show the number of steps and the standard error."
 
 
 class Figure(NamedTuple):
@@ -155,7 +155,7 @@ def _build_sections(search: SearchOutcome | None, timeline: TimelineInfo | None)
     if timeline is not None:
         note = f"{timeline_sentence(timeline)} Numbers are micro-batches."
         if len(timeline.rows) > MOST_ROWS:
-            note += f" {MOST_ROWS} of the {len(timeline.rows)} ranks are drawn."
+            note += f" {MOST_ROWS} of the {len(timeline.rows)} ranks are shown."
         table = timeline_table(timeline)
         yield _figure_section(
             "timeline", "The pipeline's step", timeline_picture(timeline), note, table=table
@@ -165,32 +165,31 @@ def _build_sections(search: SearchOutcome | None, timeline: TimelineInfo | None)
 def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
     memory, time, pareto = memory_info(search), time_info(search), pareto_info(search)
     caption = "Bars are predicted parts, numbered as in the legend"
-    caption += "." if is_planned(search) else "; a diamond is what was measured."
+    caption += "." if is_planned(search) else "; diamonds are measurements."
     yield _figure_section(
         "memory", "Memory per rank", memory_picture(memory), caption, table=memory_table(memory)
     )
-    yield _figure_section("time", "Time of a step", time_picture(time), caption, table=time_table(time))
+    yield _figure_section("time", "Step time", time_picture(time), caption, table=time_table(time))
     waterfall = waterfall_info(search)
     if waterfall is not None:
-        source = (
-            " (predicted)" if is_planned(search) else ". Measured where both ends of a link were measured"
-        )
-        note, table = f"Which change brought how much{source}.", waterfall_table(waterfall)
+        both = ". A gain is measured where both its ends were measured"
+        source = " (predicted)" if is_planned(search) else both
+        note, table = f"The gain of each change{source}.", waterfall_table(waterfall)
         yield _figure_section(
             "waterfall", "From the baseline to the winner", waterfall_picture(waterfall), note, table=table
         )
-    note = "Below and left of the line there is no candidate."
+    note = "No candidate is below and to the left of the line."
     yield _figure_section(
         "pareto", "Time against memory", pareto_picture(pareto), note, table=pareto_table(pareto)
     )
     history = history_info(search)
     if history.points:
-        note = "Medians of the timed steps with their standard errors."
+        note = "Median step times with their standard errors."
         yield _figure_section(
             "history", "The search", history_picture(history), note, table=history_table(history)
         )
         infos = tuple(accuracy_info(search, quantity) for quantity in QUANTITIES)
-        note = "On the dashed diagonal the prediction was right."
+        note = "A point on the dashed diagonal was predicted exactly."
         figures = (
             Figure(
                 f"accuracy-{each.quantity}", accuracy_picture(each), f"{each.quantity.capitalize()}. {note}"

@@ -181,7 +181,7 @@ class CandidatesInfo(NamedTuple):
 def _with_twins(line: CandidateLine, changes: Sequence[str]) -> CandidateLine:
     if not changes:
         return line
-    reason = f"{line.reason}; the same {first_few(changes, _FEW_TWINS, '; ')}"
+    reason = f"{line.reason}; predicted the same: {first_few(changes, _FEW_TWINS, '; ')}"
     return line._replace(reason=reason.removeprefix("; "))
 
 

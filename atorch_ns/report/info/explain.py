@@ -58,13 +58,13 @@ def _method_text(strategy: Strategy, name: str, cluster: Cluster, registry: Regi
     config = method.Config()
     absent = method.unavailable(config, cluster)
     if absent is not None:
-        yield with_period(f"  Here it would be left out: {absent}")
+        yield with_period(f"  It would be left out here: {absent}")
     reasons = [(item, clash(Chosen(method, config), item)) for item in choices]
     for item, reason in reasons:
         if reason is not None:
-            yield f"  It cannot stand together with {item.method.name}: {reason}"
+            yield f"  It cannot be combined with {item.method.name}: {reason}"
     if absent is None and not any(reason for _, reason in reasons):
-        yield "  It could be added; a report of a search (report.json) would say what it costs."
+        yield "  It could be added. The report of a search (report.json) would show its cost."
 
 
 def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
         lines.append("Not chosen:" if is_planned(outcome) else "Not tried:")
         lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in first_rows]
     if len(rest) > len(first_rows):
-        lines.append(f"  and {len(rest) - len(first_rows)} more; ask for one with --why")
+        lines.append(f"  and {len(rest) - len(first_rows)} more; --why explains one")
     return tuple(lines)
 
 
@@ -132,7 +132,7 @@ def _compare_with_winner(outcome: SearchOutcome, row: Row) -> Iterator[str]:
     estimate, reference = row.candidate.estimate, winner.candidate.estimate
     if estimate is None or reference is None:
         return
-    yield f"  against {winner.candidate.label}, by the estimate:"
+    yield f"  compared with {winner.candidate.label} (predicted):"
     for title, before, after, text in (
         ("step", reference.time._asdict(), estimate.time._asdict(), seconds_text),
         ("peak", reference.memory._asdict(), estimate.memory._asdict(), bytes_text),
@@ -143,7 +143,7 @@ def _compare_with_winner(outcome: SearchOutcome, row: Row) -> Iterator[str]:
             if abs(after[name] - before[name]) > 0.005 * max(sum(before.values()), 1e-12)  # half a percent
         ]
         whole = sum(after.values()) / sum(before.values()) - 1 if sum(before.values()) else None
-        yield f"    {title} {change_text(whole)}: {', '.join(changes) or 'the same'}"
+        yield f"    {title} {change_text(whole)}: {', '.join(changes) or 'unchanged'}"
 
 
 def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
@@ -151,10 +151,10 @@ def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
     without = [row for row in outcome.rows if not _has_method(row, name)]
     winner = outcome.winner
     is_chosen = winner is not None and _has_method(winner, name)
-    yield f"{name} is {'part of what was chosen' if is_chosen else 'not part of what was chosen'}."
+    yield f"{name} is {'in' if is_chosen else 'not in'} the chosen strategy."
     if is_chosen and winner is not None:
         figures = f"{seconds(winner).as_seconds()}, {peak(winner).as_bytes()}"
-        yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
+        yield f"  The best candidate with it is the chosen one, {winner.candidate.label}: {figures}"
     # The method is held against the other side: candidates without it if it was chosen, else with it.
     others = without if is_chosen else having
     rival = _best_row(others, outcome)
@@ -182,7 +182,7 @@ def _best_row(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
 
 
 def _example_text(rows: Sequence[Row]) -> str:
-    return f"For example {rows[0].candidate.label}: {_fate_text(rows[0])}" if rows else ""
+    return f"For example, {rows[0].candidate.label}: {_fate_text(rows[0])}" if rows else ""
 
 
 def _fate_text(row: Row) -> str:

@@ -159,7 +159,7 @@ def setting_text(setting: SearchSetting) -> str:
     limit = bytes_text(setting.memory_limit_bytes or None)
     return (
         f"{setting.model}, {count_text(setting.num_parameters)} parameters; {setting.world_size} × "
-        f"{setting.device}{nodes}, limit {limit} a rank; global batch {setting.global_batch} samples{tokens}"
+        f"{setting.device}{nodes}, limit {limit} per rank; global batch {setting.global_batch} samples{tokens}"
     )
 
 
@@ -167,15 +167,14 @@ def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
     """The choice, its figures, how sure it is, and why the search ended: a sentence each."""
     sentences = [*_choice_sentences(outcome), *_certainty_sentences(outcome)]
     if is_planned(outcome):
-        trials = "No trial was run: every figure is a prediction"
+        trials = "Every figure is a prediction. No trials"
     else:
         earlier = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
         trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{earlier}"
     if outcome.unchecked:
         sentences.append(f"Not checked: {outcome.unchecked}. `atorch-ns verify` compares it with one process")
-    sentences.append(
-        f"{trials}, {seconds_text(outcome.seconds)} in all; {outcome.stop_reason or 'the search ended'}"
-    )
+    took = seconds_text(outcome.seconds)
+    sentences.append(f"{trials}, {took} in total; {outcome.stop_reason or 'the search ended'}")
     return tuple(with_period(text) for text in sentences if text)
 
 
@@ -183,12 +182,11 @@ def _choice_sentences(outcome: SearchOutcome) -> list[str]:
     winner, baseline = outcome.winner, outcome.baseline
     if winner is None:
         alone = len(outcome.rows) == 1
-        every = "The only candidate cannot" if alone else f"None of {len(outcome.rows)} candidates can"
-        nearest = [f"Nearest: {outcome.nearest_miss}"] if outcome.nearest_miss else []
-        return [f"{every} be used", *nearest]
+        every = "The only candidate cannot" if alone else f"None of the {len(outcome.rows)} candidates can"
+        return [f"{every} be used", outcome.nearest_miss]
     sentences = [
         f"Chosen: {winner.candidate.label}",
-        f"One step takes {seconds(winner).as_seconds()}; {_gain_text(outcome, winner)}",
+        f"One step takes {seconds(winner).as_seconds()}. {_gain_text(outcome, winner)}",
         _memory_sentence(winner, outcome),
     ]
     single = outcome.single_process
@@ -198,38 +196,38 @@ def _choice_sentences(outcome: SearchOutcome) -> list[str]:
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
     if baseline is winner and is_planned(outcome):
-        sentences.append("The baseline itself is the best: nothing else is believed to be better")
+        sentences.append("The baseline is the best: no other candidate is reliably predicted to be better")
     elif baseline is winner:
         others = any(row.trial is not None for row in outcome.rows if row is not baseline)
-        best = "The baseline itself is the best: nothing else that was tried is faster beyond the noise"
-        sentences.append(best if others else "Nothing but the baseline was tried")
+        best = "The baseline is the best: no other trial was faster beyond the noise"
+        sentences.append(best if others else "Only the baseline was tried")
     return sentences
 
 
 def _single_text(single: SingleProcess, winner: Row, num_ranks: int) -> str:
     if not single.trial.succeeded:
-        return f"Whether one process is as fast is not known: {single.trial.reason or single.trial.status}"
+        return f"It is not known whether one process is as fast: {single.trial.reason or single.trial.status}"
     with_precision = f" with {winner.candidate.precision}" if winner.candidate.precision else ""
     alone = seconds(replace(winner, trial=single.trial))  # as a row of its own
     takes = f"takes {alone.as_seconds()} for the same batch{with_precision}"
     if not single.is_as_fast:
         return f"One process {takes}"
-    ranks = f"the best strategy on {num_ranks} ranks {seconds(winner).as_seconds()}"
+    ranks = f"The best strategy on {num_ranks} ranks takes {seconds(winner).as_seconds()}"
     is_tied = (alone.value or 0.0) > (seconds(winner).value or 0.0)  # slower by less than the noise
-    return f"Use one process: it {takes}, and {ranks}{', the same within the noise' if is_tied else ''}"
+    return f"Use one process: it {takes}. {ranks}{', the same within the noise' if is_tied else ''}"
 
 
 def _memory_sentence(winner: Row, outcome: SearchOutcome) -> str:
     tensors, limit = peak(winner).as_bytes(), bytes_text(outcome.setting.memory_limit_bytes or None)
     trial = winner.trial
     if trial is None or not trial.succeeded or not trial.process_bytes:
-        return f"Peak memory {tensors} of {limit} a rank"
+        return f"Peak memory: {tensors} of {limit} per rank"
     most, further = max(trial.process_bytes), max(trial.further_bytes, default=0)
-    more = f", and {bytes_text(further)} more are expected in a run of {LONG_RUN:,} steps" if further else ""
-    limit_note = ", which the system enforced" if trial.enforced else ""
+    more = f". A run of {LONG_RUN:,} steps is expected to need {bytes_text(further)} more" if further else ""
+    limit_note = ". The system enforced the limit" if trial.enforced else ""
     return (
-        f"Peak memory {bytes_text(most)} of {limit} a rank{limit_note}: what a process takes beyond what it held before (measured"
-        f"{more}); tensors are {tensors} of it"
+        f"Peak memory: {bytes_text(most)} of {limit} per rank (measured), beyond what the process held at the start{limit_note}. "
+        f"Tensors are {tensors} of it{more}"
     )
 
 
@@ -237,18 +235,18 @@ def _gain_text(outcome: SearchOutcome, winner: Row) -> str:
     # First over the best plain strategy of its precision, then of this precision over the usual one.
     baseline = outcome.baseline
     if baseline is None or baseline is winner:
-        return "it is the baseline" if baseline is not None else "there is no baseline to hold it against"
+        return "This is the baseline" if baseline is not None else "There is no baseline to compare with"
     if baseline.fate in ("failed", "pruned") or not seconds(baseline).value or not seconds(winner).value:
-        return f"the baseline {baseline.candidate.label} cannot be used: {baseline.reason}"
+        return f"The baseline {baseline.candidate.label} cannot be used: {baseline.reason}"
     precision, usual = winner.candidate.precision, baseline.candidate.precision
     plain = _best_plain(outcome, precision)
     if plain is None or plain is winner:
-        alike = "" if precision == usual else f", the gain of {precision} included"
-        return f"{_speedup_text(winner, baseline)}{alike}"
+        alike = "" if precision == usual else f". This includes the gain of {precision}"
+        return f"It is {_speedup_text(winner, baseline)}{alike}"
     if precision == usual:
-        return _speedup_text(winner, plain)
+        return f"It is {_speedup_text(winner, plain)}"
     gain = _speedup_text(plain, _best_plain(outcome, usual) or baseline)
-    return f"{_speedup_text(winner, plain)} in the same precision, which by {precision} itself is {gain}"
+    return f"It is {_speedup_text(winner, plain)} in the same precision. {precision} alone is {gain}"
 
 
 def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
@@ -261,7 +259,7 @@ def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
 def _speedup_text(row: Row, other: Row) -> str:
     name = f"the {'baseline' if other.candidate.is_baseline else 'plain'} {other.candidate.label}"
     ratio = (seconds(other).value or 0.0) / (seconds(row).value or 1.0)
-    return f"{compared_text(ratio, name)} with {seconds(other).as_seconds()}"
+    return f"{compared_text(ratio, name)}, which takes {seconds(other).as_seconds()}"
 
 
 def _certainty_sentences(outcome: SearchOutcome) -> list[str]:
@@ -269,11 +267,11 @@ def _certainty_sentences(outcome: SearchOutcome) -> list[str]:
     if (beside := outcome.beside) is not None:
         low, middle, high = (bytes_text(value) for value in (beside.low, beside.middle, beside.high))
         trials = counted(beside.num_trials, "trial")
-        sentences.append(f"Beside tensors a rank needed {middle} ({low} to {high}, measured in {trials})")
+        sentences.append(f"Memory beyond tensors: {middle} per rank ({low} to {high}, measured in {trials})")
     if outcome.lower_bound_seconds is not None:
         bound, gap = seconds_text(outcome.lower_bound_seconds), outcome.gap
-        remainder = "" if gap is None else f": at most {percent_text(gap)} of the step is left to gain"
-        sentences.append(f"No candidate is expected below {bound}{remainder} (predicted)")
+        remainder = "" if gap is None else f", so at most {percent_text(gap)} of the step is left to gain"
+        sentences.append(f"No candidate is likely to take less than {bound}{remainder} (predicted)")
     if outcome.noise:
-        sentences.append(f"The noise of a median step was {percent_text(outcome.noise)} (measured)")
+        sentences.append(f"The noise of the median step time was {percent_text(outcome.noise)} (measured)")
     return sentences

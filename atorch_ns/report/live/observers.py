@@ -110,7 +110,7 @@ class LineLog(SearchView):
     def _write_heartbeat(self) -> None:
         with self._lock:
             progress = self._progress
-            self._write_line(f"still {progress.doing}, for {progress.doing_for_s:.0f} s")
+            self._write_line(f"still running after {progress.doing_for_s:.0f} s: {progress.doing}")
 
     def _write_line(self, line: str) -> None:
         self._stream.write(f"[{self._progress.elapsed_s:6.1f} s] {line}\n")
@@ -154,7 +154,7 @@ class LiveTable(SearchView):
             from rich.live import Live
 
             self._live = Live(
-                get_renderable=lambda: live_view(self._progress, self._num_rows),
+                get_renderable=lambda: live_view(self._progress, self._num_rows, width=self._console.width),
                 console=self._console,
                 refresh_per_second=4,
                 # The user's own output goes where it always went.

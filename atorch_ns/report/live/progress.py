@@ -120,6 +120,8 @@ class Progress:
 
 _DOING = {"probe": "checking the numerics of", "single": "trial in one process, for comparison with"}
 
+_WIDE = 120  # columns of a console on which the live table shows every figure
+
 _SHOWN = 8  # candidates besides the baseline, unless all are asked for
 
 
@@ -136,14 +138,14 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
         case TrialEnded() if progress.kind == "single":
             yield f"one process with the whole batch: {trial_text(event.outcome)}"
         case TrialEnded() if progress.kind == "probe":
-            same = f"the same as in one process ({event.outcome.reason})"
+            same = f"match one process ({event.outcome.reason})"
             result = same if event.outcome.status == "ok" else trial_text(event.outcome)
             yield f"numerics of {event.candidate.label}: {result}"
         case TrialEnded():
             best = progress.candidates.get(event.best or "")
-            so_far = f"; best so far {best.label}, {seconds_text(progress.best_seconds())}" if best else ""
+            so_far = f"; best so far: {best.label}, {seconds_text(progress.best_seconds())}" if best else ""
             if best is not None and best.key == event.candidate.key:
-                so_far = "; the best so far"
+                so_far = "; best so far"
             yield f"trial {event.number}: {event.candidate.label}: {trial_text(event.outcome)}{so_far}"
         case SearchNote():
             yield event.text
@@ -172,7 +174,7 @@ def trial_text(outcome: TrialOutcome) -> str:
     step_text = measured_text(outcome.median_seconds, outcome.noise_seconds if num > 1 else None)
     memory = f", peak {bytes_text(max(outcome.peak_bytes))}" if outcome.peak_bytes else ""
     if outcome.process_bytes:
-        memory += f" of tensors, {bytes_text(max(outcome.process_bytes))} of the process"
+        memory += f" (tensors), {bytes_text(max(outcome.process_bytes))} (process)"
     early = ", stopped early" if outcome.status == "stopped early" else ""
     return f"{step_text} (measured, n={num}{early}){memory}"
 
@@ -180,9 +182,10 @@ def trial_text(outcome: TrialOutcome) -> str:
 def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
     setting, candidates = event.setting, event.candidates
     pruned_candidates = [candidate for candidate in candidates if candidate.pruned is not None]
-    took = f"profile {seconds_text(setting.profile_seconds)}, prices {seconds_text(setting.estimate_seconds)}"
+    profile, prices = seconds_text(setting.profile_seconds), seconds_text(setting.estimate_seconds)
+    took = f"profiling {profile}, pricing {prices}"
     yield setting_text(setting)
-    yield f"{counted(len(candidates), 'candidate')}, {len(pruned_candidates)} of them pruned ({took}):"
+    yield f"{counted(len(candidates), 'candidate')}, {len(pruned_candidates)} pruned ({took}):"
     usable = [candidate for candidate in candidates if candidate.pruned is None]
     baseline = [candidate for candidate in usable if candidate.is_baseline]
     others = [candidate for candidate in usable if not candidate.is_baseline]
@@ -202,11 +205,12 @@ def _loser_text(row: Row) -> str:
     return f"  {row.fate}: {row.candidate.label}: {row.reason}"
 
 
-def live_view(progress: Progress, num_rows: int) -> RenderableType:
+def live_view(progress: Progress, num_rows: int, *, width: int) -> RenderableType:
     """The setting, the first candidates, and the current activity, for a rich console.
 
     Args:
         num_rows: candidates shown at most.
+        width: columns of the console; intervals and standard errors are left out if they do not fit.
     """
     from rich.console import Group
     from rich.text import Text
@@ -217,41 +221,43 @@ def live_view(progress: Progress, num_rows: int) -> RenderableType:
     foot = f"{progress.elapsed_text()}   {progress.doing}{so_far}"
     parts: list[RenderableType] = [Text(head)]
     if progress.candidates:
-        parts.append(_candidates_table(progress, num_rows))
+        parts.append(_candidates_table(progress, num_rows, is_wide=width >= _WIDE))
     parts += [Text(note, style="yellow") for note in progress.notes[-3:]]  # the last three
     parts.append(Text(foot))
     return Group(*parts)
 
 
-def _candidates_table(progress: Progress, num_rows: int) -> RenderableType:
+def _candidates_table(progress: Progress, num_rows: int, *, is_wide: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     visible = _candidates_to_show(progress, num_rows)
     hidden = len(progress.candidates) - len(visible)
     num_pruned = sum(candidate.pruned is not None for candidate in progress.candidates.values())
     caption = f"{hidden} more not shown, {num_pruned} pruned by the estimate" if hidden else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    table.add_column("strategy", overflow="ellipsis", no_wrap=True, ratio=1, min_width=20)
-    for name in ("step predicted", "peak predicted", "step measured", "peak measured"):
+    table.add_column("strategy", min_width=12)  # rich narrows columns that may wrap, which its cells do not
+    for name in ("step\npredicted", "peak\npredicted", "step\nmeasured", "peak\nmeasured"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for candidate in visible:
         state, style = _state_and_style(progress, candidate)
-        table.add_row(*_row_cells(progress, candidate), state, style=style)
+        name, *figures = _row_cells(progress, candidate, is_wide)
+        table.add_row(Text(name, no_wrap=True, overflow="ellipsis"), *figures, state, style=style)
     return table
 
 
-def _row_cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
+def _row_cells(progress: Progress, candidate: Candidate, is_wide: bool) -> tuple[str, ...]:
     estimate, trial = candidate.estimate, progress.trials.get(candidate.key)
     has_succeeded = trial is not None and trial.succeeded
-    spread = trial.noise_seconds if trial and len(trial.step_seconds) > 1 else None
+    spread = trial.noise_seconds if is_wide and trial and len(trial.step_seconds) > 1 else None
+    times = estimate.step_seconds_interval if estimate and is_wide else None
+    sizes = estimate.peak_bytes_interval if estimate and is_wide else None
     return (
         candidate.label + (" (baseline)" if candidate.is_baseline else ""),
-        interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
-        if estimate
-        else UNKNOWN,
-        interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text) if estimate else UNKNOWN,
+        interval_text(estimate.step_seconds, times, seconds_text) if estimate else UNKNOWN,
+        interval_text(estimate.peak_bytes, sizes, bytes_text) if estimate else UNKNOWN,
         measured_text(trial.median_seconds, spread) if trial and has_succeeded else "",
         bytes_text(max(trial.peak_bytes)) if trial and has_succeeded and trial.peak_bytes else "",
     )

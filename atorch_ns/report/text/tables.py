@@ -93,6 +93,7 @@ class Table(NamedTuple):
             columns=tuple(self.columns[at] for at in indices),
             rows=tuple(tuple(row[at] for at in indices) for row in self.rows),
             words=frozenset(new for new, at in enumerate(indices) if at in self.words),
+            ends_in_sentences=self.ends_in_sentences and indices[-1] == len(self.columns) - 1,
         )
 
 
@@ -100,6 +101,7 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     """The table as plain text, without colours and without spaces at the ends of lines.
 
     Long text is folded, never cut. A last column of sentences goes below the first column of text, for room.
+    A table that is too wide is continued below, with its first column again.
     """
     from rich import box
     from rich.console import Console
@@ -114,6 +116,9 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     widths = _column_widths(
         [(name, *(row[at] for row in rows)) for at, name in enumerate(columns)], narrow, width
     )
+    if sum(widths) + len(widths) * _GAP > width and (num := len(table.columns)) > 3:
+        halves = range(num // 2), [0, *range(num // 2, num)]
+        return "\n\n".join(as_text(table._keep_columns([*half]), width=width) for half in halves)
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for index, name in enumerate(columns):
         justify = "left" if index in table.words else "right"
@@ -195,7 +200,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
             line.predicted_seconds, line.seconds_interval, seconds_text
         ),
         "step measured": lambda line: _measured_seconds(line.time.value, line.time.spread, line.time.num),
-        "against the baseline": lambda line: "" if line.is_baseline else compared_text(line.speedup),
+        "vs. baseline": lambda line: "" if line.is_baseline else compared_text(line.speedup),
         "peak predicted": predicted_peak,
         "peak measured": measured_peak,
         "fate": lambda line: fate_text(line, planned=info.planned),
@@ -223,9 +228,9 @@ def memory_table(info: MemoryInfo) -> Table:
         **({"allocated": tensor_bytes, "reserved": reserved_bytes} if has_more else {}),
         "measured": lambda bar: bytes_text(bar.measured.value) if bar.measured else UNKNOWN,
         "of the limit": remainder if info.limit_bytes else lambda bar: UNKNOWN,
-        "worst moment": lambda bar: bar.note,
+        "peak at": lambda bar: bar.note,
     }
-    return _build_table(info.bars, columns, {"strategy", "worst moment"})._replace(ends_in_sentences=True)
+    return _build_table(info.bars, columns, {"strategy", "peak at"})._replace(ends_in_sentences=True)
 
 
 def time_table(info: TimeInfo) -> Table:
@@ -261,12 +266,12 @@ def history_table(info: HistoryInfo) -> Table:
     columns: _Columns[HistoryPoint] = {
         "trial": lambda point: str(point.trial),
         "strategy": lambda point: point.label,
-        "how it ended": lambda point: point.status,
+        "result": lambda point: point.status,
         "step (measured)": lambda point: _measured_seconds(point.seconds, point.spread, point.num_steps),
         "best so far": best,
         "took": lambda point: seconds_text(point.total_seconds),
     }
-    return _build_table(info.points, columns, {"strategy", "how it ended"})
+    return _build_table(info.points, columns, {"strategy", "result"})
 
 
 def waterfall_table(info: WaterfallInfo) -> Table:
@@ -311,7 +316,7 @@ def timeline_table(info: TimelineInfo) -> Table:
         "stages": lambda row: ", ".join(map(str, row.stages)),
         "busy": lambda row: seconds_text(row.busy_seconds),
         "idle": lambda row: percent_text(row.idle_share),
-        "micro-batches held at most": lambda row: " + ".join(map(str, row.live_micro_batches)),
+        "most micro-batches held": lambda row: " + ".join(map(str, row.live_micro_batches)),
     }
     return _build_table(info.rows, columns, set())
 

@@ -53,14 +53,12 @@ _LABEL, _SHARE = len("  rank 0000  "), len("  100% idle")
 
 def timeline_sentence(info: TimelineInfo) -> str:
     """The timeline in a sentence."""
-    ranks, batches = (
-        counted(len(info.rows), "rank"),
-        counted(info.num_micro_batches, "micro-batch", "micro-batches"),
-    )
+    ranks = counted(len(info.rows), "rank")
+    batches = counted(info.num_micro_batches, "micro-batch", "micro-batches")
     stages = f" with {info.num_laps} stages each" if info.num_laps > 1 else ""
     return (
         f"{info.schedule} on {ranks}{stages}, {batches}: the passes take {seconds_text(info.step_seconds)}, "
-        f"ranks are idle for {percent_text(info.bubble_share)} of it ({'measured' if info.measured else 'predicted'})."
+        f"and ranks are idle for {percent_text(info.bubble_share)} of that time ({'measured' if info.measured else 'predicted'})."
     )
 
 
@@ -83,7 +81,7 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
     ]
     hidden = len(info.rows) - len(rows)
     if hidden:
-        lines.append(f"  and {counted(hidden, 'rank')} between them")
+        lines.append(f"  and {counted(hidden, 'rank')} in between")
     legend = ", ".join(f"{kind} {KIND_NAMES[kind]}" for kind in info.kinds)
     small = "; small letters: a rank's later stages" if info.num_laps > 1 else ""
     return "\n".join([timeline_sentence(info), *lines, f"  {legend}, {_IDLE} idle{small}"])
@@ -109,20 +107,22 @@ def report_text(
     timeline: TimelineInfo | None = None,
     *,
     top: int | None = None,
+    width: int = TEXT_WIDTH,
 ) -> str:
     """The applied strategy, the search that chose it, and predicted against actual figures.
 
     Args:
         report, search, actual, timeline: parts to show; ``None`` for absent ones.
         top: candidates shown at most; ``None`` for all.
+        width: characters of a line.
     """
     parts = []
     if report is not None:
         parts.append(str(report))
     if search is not None:
-        parts.append(search_text(search, top=top))
+        parts.append(search_text(search, width=width, top=top))
     if timeline is not None:
-        parts.append(timeline_text(timeline))
+        parts.append(timeline_text(timeline, width=width))
     if actual is not None:
         parts.append("\n".join(actual_lines(actual)))
     return "\n\n".join(parts) or "nothing was applied and nothing was searched"
@@ -149,7 +149,7 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
     yield as_text(time_table(times).without("strategy"), width=width)
     history = history_info(outcome)
     if history.points:
-        yield "\nTrials in their order"
+        yield "\nTrials in order"
         yield as_text(history_table(history), width=width)
         yield "\nPredicted against measured"
         table = accuracy_table(accuracy_info(outcome, quantity) for quantity in QUANTITIES)
@@ -166,7 +166,7 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
 
 def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Iterator[str]:
     total, usable = counted(len(info.lines), "candidate"), len(info.considered)
-    yield f"\n{total} listed: {usable} can be used, {len(info.pruned)} pruned"
+    yield f"\n{total} listed: {usable} considered, {len(info.pruned)} pruned"
     visible = info.without_twins().first(top)
     yield as_text(candidates_table(visible), width=width)
     numbers = {line.number for line in visible.lines}
@@ -189,10 +189,10 @@ def _and_measured(bars: tuple[Bar, ...]) -> str:
 
 def actual_lines(info: ActualInfo) -> tuple[str, ...]:
     """Predicted against actual, line by line."""
-    lines = ["Predicted against actual", f"  step: {info.actual_seconds.as_seconds()} in training"]
+    lines = ["Predicted and actual", f"  step: {info.actual_seconds.as_seconds()} in training"]
     if info.trial_seconds.value is not None:
-        step, error = info.trial_seconds.as_seconds(), change_text(info.trial_error)
-        lines.append(f"    the search went by {step}: off by {error}")
+        error = change_text(info.trial_error)
+        lines.append(f"    the search used {info.trial_seconds.as_seconds()}, off by {error}")
     if info.predicted_seconds is not None:
         lines.append(f"    the estimate alone was off by {change_text(info.time_error)}")
     if info.actual_bytes.value is not None:
@@ -204,7 +204,7 @@ def actual_lines(info: ActualInfo) -> tuple[str, ...]:
 def fits_text(estimate: Estimate, limit_bytes: int) -> str:
     """Whether an estimate is within the limit, and by how much."""
     if not limit_bytes:
-        return "The memory of the device is unknown, so nothing is said about whether it fits."
+        return "The memory of the device is unknown, and so is whether the strategy fits."
     over = estimate.peak_bytes - limit_bytes
     least, most = estimate.peak_bytes_interval
     within = range_text(estimate.peak_bytes, (least, most), bytes_text)
@@ -213,20 +213,19 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
     if estimate.allocated_bytes < estimate.peak_bytes:
         tensors, reserve = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
         detail = f"{detail}; tensors need {tensors}, for which torch reserves {reserve}"
-    summary = f"{peak} of {limit} a rank ({detail})"
+    summary = f"peak {peak} ({detail}), limit {limit} per rank"
     if over <= 0:
-        unsure = ", but not for sure" if most > limit_bytes else ""
-        return f"It fits{unsure}: {summary}, {bytes_text(-over)} free."
+        return f"It {'probably ' if most > limit_bytes else ''}fits: {summary}, {bytes_text(-over)} free."
     if estimate.least_bytes <= limit_bytes:
         return (
-            f"It fits only if torch's allocator gives back what it keeps, which costs time: {summary}, "
-            f"{bytes_text(over)} too much."
+            f"It fits only if torch's allocator releases cached memory, which costs time: {summary}, "
+            f"{bytes_text(over)} over."
         )
     parts = estimate.memory._asdict()
     largest = max(parts, key=lambda part: parts[part])
     return (
-        f"It does not fit{', but not for sure' if least <= limit_bytes else ''}: {summary}, {bytes_text(over)} too much. "
-        f"The largest part is {largest} with {bytes_text(parts[largest])}; the worst moment is the {estimate.peak_at}."
+        f"It {'probably ' if least <= limit_bytes else ''}does not fit: {summary}, {bytes_text(over)} over. "
+        f"The largest part is {largest}, {bytes_text(parts[largest])}. The peak is in the {estimate.peak_at}."
     )
 
 
@@ -239,7 +238,7 @@ def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WID
         as_text(parts_table(estimate), width=width),
     ]
     if estimate.collectives:
-        lines.append("\nEach step communicates, on every rank")
+        lines.append("\nCommunication of each step, per rank")
         lines.append(as_text(collectives_table(estimate.collectives), width=width))
     return "\n".join(lines)
 

@@ -200,7 +200,7 @@ def _find_contradictions(
         if choice.method is other.method:
             problems.append(f"{first} and {second} are the same method; keep one of them.")
         elif (reason := clash(choice, other)) is not None:
-            problems.append(f"{first} and {second} cannot stand together: {reason}")
+            problems.append(f"{first} and {second} cannot be combined: {reason}")
     return problems
 
 

@@ -44,7 +44,7 @@ class Limits:
     def refusal(self, estimate: Estimate) -> str:
         """The message for an estimate that does not fit."""
         size = interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)
-        return f"needs {size} of {bytes_text(self.num_bytes)} (predicted; {largest_part(estimate)})"
+        return f"needs {size}, over the limit of {bytes_text(self.num_bytes)} (predicted; largest part: {largest_part(estimate)})"
 
 
 def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:

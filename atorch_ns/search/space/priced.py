@@ -142,14 +142,14 @@ def _make_table(rows: _Rows, kinds: _Kinds) -> PlanTable:
 def _reduce_where_too_large(
     table: PlanTable, prices: Prices, limit_bytes: int, price_table: Callable[[PlanTable], Prices]
 ) -> tuple[Prices, np.ndarray]:
-    # Open rows that are too large with whole gradients are priced anew with a reduction after every
-    # micro-batch. They have the new price even where it is no lower, but the setting only where it is.
+    # Open rows that are too large with whole gradients reduce each micro-batch's, where that is smaller.
     too_large = _open_reductions(table) & (prices.peak_bytes > limit_bytes)
     reduces_each = np.zeros(len(table), dtype=bool)
     if too_large.any():
         again = price_table(table.take(too_large).reducing_each())
-        reduces_each[too_large] = again.peak_bytes < prices.peak_bytes[too_large]
-        prices = prices.replaced(too_large, again)
+        is_smaller = again.peak_bytes < prices.peak_bytes[too_large]
+        reduces_each[too_large] = is_smaller
+        prices = prices.replaced(reduces_each, again, is_smaller)
     return prices, reduces_each  # [N] whether gradients are reduced after every micro-batch
 
 

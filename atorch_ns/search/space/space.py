@@ -186,15 +186,15 @@ class _Explorer:
         below = max(batch // number * number for number in divisors)  # 0 where all are larger than the batch
         above = min((batch // number + 1) * number for number in divisors)
         near = (
-            f"sizes that some can divide are {below} and {above}"
+            f"batch sizes that can be divided are {below} and {above}"
             if below
-            else f"size that some can divide is {above}"
+            else f"batch size that can be divided is {above}"
         )
         return (
             f"no strategy can divide a global batch of {batch} samples evenly over {context.cluster.world_size} ranks: "
             f"each divides it into {first_few([str(number) for number in divisors], 8)} equal parts, its data-parallel "
-            f"ranks times its micro-batches. The nearest {near}. Change the batch size, the number of ranks or that of "
-            "micro-batches."
+            f"ranks times its micro-batches. The nearest {near}. Change the batch size, the number of ranks or the number "
+            "of micro-batches."
         )
 
     def _with_hint(
@@ -215,8 +215,8 @@ class _Explorer:
         best = min(fitting, key=lambda candidate: len({name for name, _ in candidate.steps} - has))
         new = [name for name, _ in best.steps if name not in has]
         assert best.estimate is not None
-        what = f"{' and '.join(new)}, excluded here," if new else f"the excluded {best.label}"
-        hint = f"{what} would bring it to {bytes_text(best.estimate.peak_bytes)}"
+        what = f"{' and '.join(new)} (excluded)" if new else f"the excluded {best.label}"
+        hint = f"{what} would reduce it to {bytes_text(best.estimate.peak_bytes)}"
         verdict = replace(nearest.pruned, hint=hint)
         return [
             replace(candidate, pruned=verdict) if candidate is nearest else candidate
@@ -234,13 +234,13 @@ def _nothing_left(templates: Templates, choices: Choices, constraints: Constrain
     methods = {item.method for items in groups for item in items if item is not None}
     roles = {name: method.default_for for method in methods if constraints.requires(name := method.name)}
     reasons += [
-        f"{name} is included and needs an axis {axis}, which no mesh that is offered for this model, sample and cluster has; "
-        f"include {divides} with one."
+        f"{name} is included and needs an axis {axis}, but no mesh for this model, sample and cluster has one; "
+        f"include {divides} with that axis."
         for name, role in roles.items()
         if role is not None and (axis := role.removeprefix("axis:")) not in mesh_axes
     ]
-    why = " ".join(reasons) or "what must be there and what is excluded leave nothing over."
-    return f"no strategy is left to search: {why} Ask for less in included and excluded."
+    why = " ".join(reasons) or "the included and excluded methods leave nothing."
+    return f"no strategy is left to search: {why} Include or exclude fewer methods."
 
 
 def _search_notes(
@@ -249,17 +249,16 @@ def _search_notes(
     notes = [f"{name} is not searched: {reason}" for name, reason in choices.refused.items()]
     count = len(selection.fitting) + len(selection.too_large)
     if len(rows) > count:
-        slower = (
-            f"; the {selection.num_slower} others that fit were predicted slower before any trial"
-            if selection.num_slower
-            else ""
-        )
-        if selection.slowest_kept is not None and selection.num_slower:
-            slower += f" than {seconds_text(selection.slowest_kept)}"
-        large = f", {selection.num_too_large} do not fit" if selection.num_too_large else ""
-        notes.append(f"{len(rows)} strategies were priced and the best {count} written out{slower}{large}.")
+        others, slowest = [], selection.slowest_kept
+        if selection.num_slower:
+            than = f" than {seconds_text(slowest)}" if slowest is not None else ""
+            others.append(f"{selection.num_slower} fit but were predicted slower{than} before any trial")
+        if selection.num_too_large:
+            others.append(f"{selection.num_too_large} do not fit")
+        rest = f" Of the others, {' and '.join(others)}." if others else ""
+        notes.append(f"{len(rows)} strategies were priced, and the best {count} are candidates.{rest}")
     if templates.num_left_out:
         notes.append(
-            f"{templates.num_left_out} combinations of methods were beyond the limit and not priced."
+            f"{templates.num_left_out} combinations of methods were over the limit and were not priced."
         )
     return tuple(notes)

@@ -293,7 +293,7 @@ class _Completion:
                 reason = clash(item, other)
                 if reason is not None:
                     names = f"{item.method.name} and {other.method.name}"
-                    raise StrategyError(f"{names} cannot stand together: {reason}")
+                    raise StrategyError(f"{names} cannot be combined: {reason}")
         return ordered((*self.mesh, *missing, *methods))
 
 

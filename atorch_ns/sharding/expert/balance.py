@@ -111,9 +111,9 @@ class _Seen(NamedTuple):
             return None
         weight = logits[0].new_ones(len(logits[0]), dtype=torch.float32)  # [tokens]; 0 for padding
         if isinstance(mask, torch.Tensor):
-            if mask.numel() != len(weight):
-                return None
-            weight = mask.reshape(-1).to(weight)
+            # A mask of another shape explains no loss. All ranks learn that in the exchange.
+            fits = mask.numel() == len(weight)
+            weight = mask.reshape(-1).to(weight) if fits else torch.full_like(weight, torch.nan)
         counts = probabilities = weight.new_zeros(logits[0].size(-1))
         for layer in logits:
             shares = layer.softmax(-1)  # [tokens, E]

@@ -13,7 +13,7 @@ Legend: B samples, T positions of the whole tensor, L positions of this rank, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -59,12 +59,21 @@ _OVER_FEATURES: Final = _find_functions(
     F,
 )
 _SUMS: Final = _find_functions("sum mean", Tensor, torch)
+_OVER_SEVERAL: Final = _SUMS | _find_functions("amax amin logsumexp var std", Tensor, torch)
+_SAME_SHAPE: Final = _find_functions("softmax log_softmax", Tensor, torch, F)
+_UNBIASED_FIRST: Final = _find_functions("var std", Tensor, torch)  # whose first flag is ``unbiased``
 _MEANS: Final = _find_functions("mean", Tensor, torch)
 _VIEWS: Final = _find_functions("view reshape", Tensor, torch)
 _GATHER: Final = _find_functions("gather", Tensor, torch)
 _RESHAPED: Final = _find_functions("flatten unsqueeze squeeze transpose swapaxes", Tensor, torch)
 _DROPOUT: Final = _find_functions("dropout", F, torch)
 _MATMUL: Final = _find_functions("matmul __matmul__ mm", Tensor, torch)
+
+
+def _keeps_dims(func: Callable[..., Any], rest: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    # Whether a function over dimensions leaves them in its result; ``rest`` are its arguments after ``dim``.
+    flags = [argument for argument in rest if isinstance(argument, bool)][func in _UNBIASED_FIRST :]
+    return func in _SAME_SHAPE or bool(keywords.get("keepdim", flags[0] if flags else False))
 
 
 @dataclass(frozen=True)
@@ -288,24 +297,19 @@ class DividedTokens(DividedTensor):
             return NotImplemented
         if isinstance(dims, torch.dtype) or any(isinstance(argument, Tensor) for argument in (dims, *rest)):
             return NotImplemented
-        at = self._at
-        axes = list(range(self.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
-        axes = [dim % self.dim() for dim in axes]
-        places = [at.part_dim(dim, self.dim()) for dim in axes]  # dimensions of the part
-        if at.whole_dim in axes:
-            return self._sum_positions(func, axes, rest, keywords) if func in _SUMS else NotImplemented
-        deviates = func in _find_functions("var std", Tensor, torch)  # whose first flag is unbiased
-        flags = [argument for argument in rest if isinstance(argument, bool)][deviates:]
-        keeps = bool(keywords.get("keepdim", flags[0] if flags else False))
-        keeps = keeps or func in _find_functions("softmax log_softmax", Tensor, torch, F)
-        # The dimension of positions moves by those before it that the function removes.
-        before = 0 if keeps else sum(axis < at.dim for axis in places)
-        if len(places) > 1 and func not in _SUMS | _find_functions(
-            "amax amin logsumexp var std", Tensor, torch
-        ):
+        listed_dims = range(self.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+        whole_dims = [dim % self.dim() for dim in listed_dims]  # of this tensor, counted from 0
+        part_dims = [self._at.part_dim(dim, self.dim()) for dim in whole_dims]
+        if self._at.whole_dim in whole_dims:  # over positions, which other ranks have too
+            return self._sum_positions(func, whole_dims, rest, keywords) if func in _SUMS else NotImplemented
+        if len(part_dims) > 1 and func not in _OVER_SEVERAL:
             return NotImplemented
-        output = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **keywords)
-        return self._wrap_part(output, dim=at.dim - before)
+        output = func(
+            self._part, part_dims[0] if isinstance(dims, int) else tuple(part_dims), *rest, **keywords
+        )
+        # The dimension of positions moves by those before it that the function removes.
+        removed_dims = [] if _keeps_dims(func, rest, keywords) else part_dims
+        return self._wrap_part(output, dim=self._at.dim - sum(dim < self._at.dim for dim in removed_dims))
 
     def _sum_positions(
         self, func: Callable[..., Any], axes: Sequence[int], rest: list[Any], keywords: dict[str, Any]

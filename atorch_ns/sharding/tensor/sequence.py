@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.rank_context import Gather, RankRandomness, Region, TensorGroup
 
@@ -108,11 +109,9 @@ class _BlockHooks:
             self.random = None
         if not self.last or output is None:  # None: the pass failed
             return None
-        if isinstance(output, torch.Tensor):
-            return self.group.gather(output, self.dim)
-        outputs = list(output)
-        outputs[0] = self.group.gather(outputs[0], self.dim)  # hidden states come first
-        return type(output)(outputs)
+        hidden = tensors_of(output)[0]  # it comes first
+        whole = self.group.gather(hidden, self.dim)
+        return map_tensors(lambda tensor: whole if tensor is hidden else tensor, output)
 
     def _scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
         size, degree = x.size(self.dim), self.group.size

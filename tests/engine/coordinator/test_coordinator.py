@@ -81,7 +81,7 @@ def test_trials_begin_when_all_ranks_are_here() -> None:
     clock.pass_(40.0, beat)
     over = end_of(coordinator, 0)
     assert over.outcome is None
-    assert over.failures == {2: "never joined the search, in 61 s"}
+    assert over.failures == {2: "did not join the search within 61 s"}
     assert search.told == []
 
 

@@ -176,6 +176,30 @@ def test_recomputation_is_the_forward_pass_of_what_is_recomputed() -> None:
     assert _parts(DDP.changed(recomputation={"kind": "blocks", "selectors": ("none.*",)})).recompute == 0
 
 
+def test_a_rank_moves_to_the_host_what_it_holds_of_activations() -> None:
+    gives = Growth(per_sample=64 * MB, divided=0.0)
+    segments = (
+        replace(part, costs={key: replace(cost, output=gives) for key, cost in part.costs.items()})
+        for part in TRACE.segments
+    )
+    trace = replace(TRACE, segments=tuple(segments))
+    plan = DDP.changed(recomputation={"kind": "blocks", "offload_activations": True})
+    whole = _parts(plan, trace=trace).offload
+    assert whole > 0
+    latency = 2 * 8 * _latency_to_host()  # of eight blocks, there and back
+    tensor = {"axes": (("tensor", 2), *DDP.axes), "tensor": {"sequence": True}}
+    for divided in (plan.changed(axes=(("sequence", 2), *DDP.axes)), plan.changed(**tensor)):
+        assert _parts(divided, trace=trace).offload - latency == pytest.approx((whole - latency) / 2)
+    pairs = plan.changed(recomputation={"chunk": 2})  # which begin from one input
+    assert _parts(pairs, trace=trace).offload == pytest.approx(whole / 2)
+
+
+def _latency_to_host() -> float:
+    hardware = _cluster().hardware
+    assert hardware is not None
+    return hardware.to_host.rate.latency_s
+
+
 def test_measured_seconds_replace_the_roofline() -> None:
     timed = replace(TRACE, seconds={"blocks.0:float32:forward": 1.0}, timed_on="test")
     extra = _parts(DDP, trace=timed).compute - _parts(DDP).compute

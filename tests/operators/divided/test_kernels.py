@@ -90,7 +90,7 @@ def test_classes_are_divided_with_scores_that_overflow_alone(dim: int) -> None:
     losses = simulate(
         2,
         lambda group: loss_over_classes(
-            group, RULE, aten.cross_entropy_loss.default, scores.chunk(2, dim)[group.rank()], target=targets
+            group, RULE, aten.cross_entropy_loss.default, scores.chunk(2, dim)[group.rank()], targets
         ),
         CPU,
     )

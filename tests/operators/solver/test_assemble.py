@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from atorch_ns.operators import (
 )
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.solver.assemble import assemble
+from atorch_ns.operators.solver.problem import price
+from tests.operators.networks import network
 
 CPU = torch.device("cpu")
 DEGREE = 8
@@ -90,6 +93,23 @@ def test_depth_does_not_change_the_problem() -> None:
     counts = [{node.name: node.count for node in each.problem.nodes} for each in (few, many)]
     key = "model.layers.*.mlp.up_proj/linear#0"
     assert [each[key] for each in counts] == [8, 40]
+
+
+def test_masks_outside_of_recomputed_blocks_are_saved_and_those_inside_while_a_block_is_recomputed() -> None:
+    model, batch = network("gpt2")
+    graph = capture_shallow(model, (), batch, device=CPU).graph
+    prices = OperatorPrices.on(cluster_from_spec("2xH100-80GB"), 2, "bfloat16")
+    problem = assemble(graph, legal_rules(graph, 2), prices, States(), device=CPU, recomputed=True).problem
+    bare = [
+        replace(node, options=tuple(replace(option, saved=0.0) for option in node.options))
+        for node in problem.nodes
+    ]
+    whole = [0] * len(bare)
+    mine, other = price(problem, whole), price(replace(problem, nodes=tuple(bare)), whole)
+    masks = {node.name: (node.group, node.options[0].saved / node.count) for node in problem.nodes}
+    assert masks["transformer.drop/dropout#0"] == ("", 4 * 16 * 64)  # a byte for each element
+    assert mine.saved - other.saved == sum(size for group, size in masks.values() if not group)
+    assert mine.recomputing - other.recomputing == sum(size for group, size in masks.values() if group)
 
 
 @pytest.mark.parametrize("degree", [3, 6, 32, 128])

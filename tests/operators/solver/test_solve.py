@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,7 @@ def _random_option(rng: random.Random, num_inputs: int) -> Option:
         forward_seconds=rng.randint(0, 8),
         resident=rng.randint(0, 90),
         gradients=rng.choice((0, rng.randint(0, 90))),
+        saved=rng.choice((0, rng.randint(0, 40))),
         transient=rng.randint(0, 60),
     )
 
@@ -155,6 +157,17 @@ def test_readers_of_a_use_share_a_conversion_and_what_is_saved() -> None:
         14.0,
     )
     assert (other.seconds, other.memory) == (29.0, 50.0 + 40.0 + 14.0)
+
+
+def test_what_an_option_saves_is_held_until_the_backward_pass_or_while_its_group_is_recomputed() -> None:
+    options = Option(outputs=("R",), saved=12.0), Option(outputs=("R",), saved=8.0, seconds=1.0)
+    problem = PlacementProblem(
+        (_node("outside", *options), _node("inside", *options, count=4, group="blocks")),
+        groups={"blocks": Group(count=4)},
+    )
+    keeps, again = (price(problem, (0, 1), groups) for groups in ((), ("blocks",)))
+    assert (keeps.saved, keeps.recomputing, again.saved, again.recomputing) == (20.0, 0.0, 12.0, 2.0)
+    assert solve(replace(problem, groups={}, nodes=problem.nodes[:1]), memory_limit=8.0).choices == (1,)
 
 
 def _group(recomputed: bool | None) -> PlacementProblem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,7 @@ def _random_task(rng: random.Random) -> PipelineTask:
         recompute=rng.choice([(False,), (True,), (False, True)]),
         schedule=rng.choice(["1F1B", "GPipe"]),
         send=[rng.randint(0, 9) for _ in range(num_segments - 1)],
+        send_by_degree=rng.choice([{}, {1: 5.0, 2: 1.0}]),
         memory_limit=rng.choice([None, 20, 60, 120, 150]),
     )
 
@@ -145,6 +147,16 @@ def test_sends_are_paid_there_and_back() -> None:
     task = PipelineTask(num_segments=3, num_devices=3, num_micro_batches=1, send=(0.25, 0.75))
     stages = [Stage(place, place + 1, 1, False, 1, StageCost(1.0, 2.0)) for place in range(3)]
     assert estimated_seconds(stages, task) == step_seconds(stages, task) == 9.0 + 2.0
+
+
+def test_stages_whose_sends_are_slow_have_another_degree() -> None:
+    costs = {"num_segments": 4, "num_devices": 4, "num_micro_batches": 4, "equal_degrees": True}
+    task = PipelineTask(**costs, degrees=(1, 2))
+    fast = plan_stages(_work([2, 2, 2, 2], 0.5), task)
+    slow = plan_stages(_work([2, 2, 2, 2], 0.5), replace(task, send_by_degree={1: 60.0}))
+    assert (fast.stages[0].degree, slow.stages[0].degree) == (1, 2)
+    sends = replace(task, send_by_degree={1: 60.0, 2: 3.0})
+    assert estimated_seconds(slow.stages, sends) == estimated_seconds(slow.stages, task) + 6.0
 
 
 def test_each_stage_costs_what_it_does_with_its_micro_batches_in_flight() -> None:

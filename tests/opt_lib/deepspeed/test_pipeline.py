@@ -43,8 +43,10 @@ PLAIN = [
         [PLAIN[0], _trained(2, 3), PLAIN[1], _trained(4), _trained(2, 2, dtype=torch.float64)],
         [_trained(3, 4).t(), _trained(2, dtype=torch.bfloat16), _trained(2, dtype=torch.float16)],
         [_trained()],
+        [_trained(2, 3, dtype=torch.complex64)],
+        [_trained(2, dtype=torch.complex64).conj(), _trained(3), PLAIN[5].conj(), PLAIN[5].conj().imag],
     ],
-    ids=["one", "nothing trains", "one and others", "several", "dtypes", "a number"],
+    ids=["one", "nothing trains", "one and others", "several", "dtypes", "a number", "complex", "conjugates"],
 )
 def test_round_trip(sent: list[Tensor]) -> None:
     wire = _arrived(pack(sent))
@@ -65,6 +67,16 @@ def test_gradients_of_several_come_back_as_one() -> None:
     assert torch.allclose(sent[0].grad, 2 * sent[0])  # type: ignore[arg-type]
     assert torch.equal(sent[1].grad, torch.full_like(sent[1], 3))  # type: ignore[arg-type]
     assert torch.equal(sent[2].grad, torch.zeros(2))  # type: ignore[arg-type]  # it was not used
+
+
+def test_gradients_of_complex_tensors_come_back() -> None:
+    for others in ([], [_trained(2)]):
+        sent = _trained(3, dtype=torch.complex64)
+        packed = pack([sent, *others])
+        wire = _arrived(packed)
+        unpack(wire, read_header(wire))[0].abs().square().sum().backward()
+        packed[0].backward(wire[0].grad)
+        torch.testing.assert_close(sent.grad, 2 * sent.detach())
 
 
 def test_what_is_not_used_gets_a_gradient_of_zero() -> None:

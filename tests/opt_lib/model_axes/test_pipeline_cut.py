@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atorch_ns import Result, auto_accelerate
+from atorch_ns.pipeline import get_schedule
 from atorch_ns.testing.parity import whole_parameters
 from atorch_ns.testing.workers import run_ranks
+from opt_lib._model_axes.pipeline_cut import _as_first_rank
+from opt_lib._model_axes.pipeline_plan import PipelinePlan
 
 TWO = [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"num_micro_batches": 2})]
 
@@ -85,3 +90,14 @@ def test_a_loss_that_reads_parameters_is_refused() -> None:
     (first, _), (last, _) = run_ranks(_failing, 2, args=("penalty",), timeout_s=60)
     assert "loss_func computes with 3.weight, a parameter of the model" in last
     assert "loss_func computes with 3.weight" in first
+
+
+def test_the_decision_of_the_first_rank_holds_with_its_shares_and_micro_batches() -> None:
+    fields = {field.name: cast(Any, None) for field in dataclasses.fields(PipelinePlan)}
+    decision = {"stages_per_rank": 1, "num_micro_batches": 2, "cuts": (2,), "shares": (0.5, 0.5)}
+    plan = PipelinePlan(**{**fields, "info": get_schedule("1F1B"), **decision})
+    for other in ({"shares": (1.0, 0.0)}, {"num_micro_batches": 4}, {"cuts": (1,)}):
+        first = dataclasses.replace(plan, **other)
+        message = (first.info.name, 1, first.num_micro_batches, first.cuts, first.shares)
+        cluster = SimpleNamespace(from_first=lambda _, message=message: message)
+        assert _as_first_rank(cast(Any, SimpleNamespace(cluster=cluster)), plan) == first

@@ -28,7 +28,7 @@ def _row(key: str, *steps: tuple[str, Any], milliseconds: float, tried: bool = T
 
 def _gain(*rows: Row) -> str:
     (sentence,) = [one for one in verdict(replace(searched(), rows=rows)) if one.startswith("One step")]
-    return sentence.split("; ", 1)[1]
+    return sentence.split(". It is ", 1)[1]
 
 
 BASE = _row("base", DDP, milliseconds=40, is_baseline=True, is_plain=True)
@@ -39,8 +39,8 @@ WINNER = _row("win", FSDP, AMP, CHECKPOINT, milliseconds=25)
 def test_one_process_that_is_as_fast_is_the_first_sentence() -> None:
     first, second, *_ = verdict(_with_single(measured(21, 400), is_as_fast=True))
     assert first == (
-        "Use one process: it takes 21.0 ms ±0.2 ms (measured, n=5) for the same batch, and the best strategy on 2 ranks "
-        "25.0 ms ±0.2 ms (measured, n=5)."
+        "Use one process: it takes 21.0 ms ±0.2 ms (measured, n=5) for the same batch. The best strategy on 2 ranks "
+        "takes 25.0 ms ±0.2 ms (measured, n=5)."
     )
     assert second.startswith("Chosen: ")
 
@@ -59,7 +59,7 @@ def test_one_process_that_is_slower_stands_behind_the_choice() -> None:
 
 def test_one_process_that_was_not_measured_is_not_compared() -> None:
     failed = TrialOutcome(status="out of memory", reason="a step holds 9 GiB")
-    said = "Whether one process is as fast is not known: a step holds 9 GiB."
+    said = "It is not known whether one process is as fast: a step holds 9 GiB."
     assert said in verdict(_with_single(failed, is_as_fast=False))
     assert not [sentence for sentence in verdict(searched()) if "ne process" in sentence]
 
@@ -67,27 +67,27 @@ def test_one_process_that_was_not_measured_is_not_compared() -> None:
 def test_the_precision_of_one_process_is_said() -> None:
     single = SingleProcess(trial=measured(21, 400), is_as_fast=True)
     outcome = replace(searched(), rows=(WINNER, PLAIN, BASE), single_process=single)
-    assert f"for the same batch with {IN_AMP}, and" in verdict(outcome)[0]
+    assert f"for the same batch with {IN_AMP}. The" in verdict(outcome)[0]
 
 
 def test_the_gain_of_the_precision_is_said_apart() -> None:
     assert _gain(WINNER, PLAIN, BASE) == (
-        f"1.20× as fast as the plain {PLAIN.candidate.label} with 30.0 ms ±0.2 ms (measured, n=5) in the same "
-        f"precision, which by {IN_AMP} itself is 1.33× as fast as the baseline ddp with 40.0 ms ±0.3 ms (measured, n=5)."
+        f"1.20× as fast as the plain {PLAIN.candidate.label}, which takes 30.0 ms ±0.2 ms (measured, n=5) in the same "
+        f"precision. {IN_AMP} alone is 1.33× as fast as the baseline ddp, which takes 40.0 ms ±0.3 ms (measured, n=5)."
     )
 
 
 def test_the_best_plain_strategy_counts() -> None:
     better = _row("zero", FSDP, milliseconds=32, is_plain=True)
     winner = _row("win", FSDP, CHECKPOINT, milliseconds=20)
-    assert _gain(winner, BASE).startswith("2.00× as fast as the baseline ddp with 40.0 ms")
-    assert _gain(winner, better, BASE).startswith("1.60× as fast as the plain fsdp with 32.0 ms")
+    assert _gain(winner, BASE).startswith("2.00× as fast as the baseline ddp, which takes 40.0 ms")
+    assert _gain(winner, better, BASE).startswith("1.60× as fast as the plain fsdp, which takes 32.0 ms")
 
 
 def test_what_was_measured_counts_before_predictions_which_are_called_so() -> None:
     guessed = _row("guess", FSDP, AMP, milliseconds=26, tried=False, is_plain=True)
     assert _gain(WINNER, guessed, PLAIN, BASE).startswith("1.20× as fast as the plain")
-    assert " with 26.0 ms (predicted) in the same precision" in _gain(WINNER, guessed, BASE)
+    assert " takes 26.0 ms (predicted) in the same precision" in _gain(WINNER, guessed, BASE)
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_what_was_measured_counts_before_predictions_which_are_called_so() -> No
 def test_a_gain_of_precision_that_is_not_known_apart_is_said_to_be_included(rows: tuple[Row, ...]) -> None:
     """The winner is the best plain strategy of its precision itself; or no other was tried."""
     assert _gain(*rows) == (
-        f"1.60× as fast as the baseline ddp with 40.0 ms ±0.3 ms (measured, n=5), the gain of {IN_AMP} included."
+        f"1.60× as fast as the baseline ddp, which takes 40.0 ms ±0.3 ms (measured, n=5). This includes the gain of {IN_AMP}."
     )

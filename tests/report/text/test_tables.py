@@ -52,7 +52,7 @@ def test_long_cells_are_folded_and_never_cut(width: int) -> None:
 
 
 def test_words_are_not_broken_however_little_room_there_is() -> None:
-    columns = ("strategy", "against the baseline", "peak predicted", "fate", "why")
+    columns = ("strategy", "vs. baseline", "peak predicted", "fate", "why")
     row = (
         "one + another(with_a_long_setting=4)",
         "10.1× as fast",
@@ -84,7 +84,7 @@ def test_candidates_of_equal_predictions_are_one_line() -> None:
     shown = info._replace(lines=(*info.lines, *alike, tried, *unknown)).without_twins().lines
     assert [line.number for line in shown] == [*(line.number for line in info.lines), 100, 150, 200, 201]
     assert shown[-4].reason == (
-        "it is slower; the same with module_replace; with half in place of compile; without compile"
+        "it is slower; predicted the same: with module_replace; with half in place of compile; without compile"
     )
 
 
@@ -94,7 +94,7 @@ def test_candidates_have_the_heads_of_their_cells() -> None:
     assert base["strategy"] == "ddp (baseline)"
     assert base["step predicted"] == "30.0 ms"
     assert base["step measured"] == "40.0 ms ±0.3 ms, n=5"
-    assert base["against the baseline"] == ""
+    assert base["vs. baseline"] == ""
     assert base["peak measured"] == "800 MiB"
     assert dict(zip(table.columns, table.rows[3], strict=True))["peak measured"] == UNKNOWN
     assert {table.columns[at] for at in table.words} == {"strategy", "fate", "why"}

@@ -15,8 +15,8 @@ from tests.report.outcomes import MIB, estimated, searched
 @pytest.mark.parametrize(
     ("limit_mib", "words"),
     [
-        (1000, "It fits: 400 MiB of 1000 MiB a rank (predicted), 600 MiB free."),
-        (300, "100 MiB too much. The largest part is activations with 200 MiB"),
+        (1000, "It fits: peak 400 MiB (predicted), limit 1000 MiB per rank, 600 MiB free."),
+        (300, "100 MiB over. The largest part is activations, 200 MiB"),
         (0, "The memory of the device is unknown"),
     ],
 )
@@ -29,10 +29,10 @@ def test_whether_an_estimate_fits(limit_mib: int, words: str) -> None:
     [
         (
             600,
-            "It fits: 550 MiB of 600 MiB a rank (predicted; tensors need 400 MiB, for which torch reserves 450 MiB)",
+            "It fits: peak 550 MiB (predicted; tensors need 400 MiB, for which torch reserves 450 MiB), limit 600 MiB per rank",
         ),
-        (520, "It fits only if torch's allocator gives back what it keeps"),
-        (450, "It does not fit: 550 MiB of 450 MiB a rank (predicted; tensors"),
+        (520, "It fits only if torch's allocator releases cached memory"),
+        (450, "It does not fit: peak 550 MiB (predicted; tensors"),
     ],
 )
 def test_whether_an_estimate_fits_on_a_gpu(limit_mib: int, words: str) -> None:
@@ -46,7 +46,7 @@ def test_whether_an_estimate_fits_on_a_gpu(limit_mib: int, words: str) -> None:
 def test_an_estimate_without_collectives_says_nothing_of_them() -> None:
     text = estimate_text(estimated(20, 400), 1000 * MIB)
     assert "One step takes 20.0 ms (predicted)." in text
-    assert "communicates" not in text
+    assert "Communication" not in text
 
 
 def test_two_estimates_side_by_side_name_what_is_new() -> None:
@@ -64,7 +64,7 @@ def test_nothing_at_all_is_said() -> None:
 def test_a_search_that_measured_nothing_has_no_trials_and_no_accuracy() -> None:
     rows = tuple(replace(row, trial=None, trial_number=0) for row in searched().rows)
     text = search_text(replace(searched(), rows=rows))
-    assert "Trials in their order" not in text
+    assert "Trials in order" not in text
     assert "Predicted against measured" not in text
     assert "and measured" not in text
 
@@ -72,12 +72,12 @@ def test_a_search_that_measured_nothing_has_no_trials_and_no_accuracy() -> None:
 def test_predictions_are_shown_with_their_intervals() -> None:
     sure = Intervals(time=(0.9, 1.25), memory=(0.95, 1.1))
     text = estimate_text(replace(estimated(20, 400), intervals=sure), 420 * MIB)
-    assert "It fits, but not for sure: 400 MiB of 420 MiB a rank (predicted, 380–440), 20.0 MiB free." in text
+    assert (
+        "It probably fits: peak 400 MiB (predicted, 380–440), limit 420 MiB per rank, 20.0 MiB free." in text
+    )
     assert "One step takes 20.0 ms (18.0–25.0, predicted)." in text
     assert " 400 MiB (380–440)" in text
-    assert "It does not fit, but not for sure: " in fits_text(
-        replace(estimated(20, 400), intervals=sure), 390 * MIB
-    )
+    assert "It probably does not fit: " in fits_text(replace(estimated(20, 400), intervals=sure), 390 * MIB)
     first, *others = searched().rows
     candidate = replace(first.candidate, estimate=replace(estimated(20, 400), intervals=sure))
     text = search_text(replace(searched(), rows=(replace(first, candidate=candidate), *others)))

@@ -55,7 +55,7 @@ def test_an_included_config_is_fixed() -> None:
         ({"excluded": "fsdp"}, "write ['fsdp']"),
         ({"excluded": [3]}, "excluded"),
         ({"included": ["fsdp"], "excluded": ["gradient_sync"]}, "both included and excluded"),
-        ({"included": ["fsdp", "zero2"]}, "cannot stand together"),
+        ({"included": ["fsdp", "zero2"]}, "cannot be combined"),
         ({"included": ["fsdp", ("fsdp2", {"cpu_offload": True})]}, "the same method"),
         ({"included": ["fsdp"], "cluster": ONE_PROCESS}, "torchrun"),
     ],

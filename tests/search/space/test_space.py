@@ -6,18 +6,21 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.errors import InputError, StrategyError
-from atorch_ns.estimate import PlanTable, Workload, price
+from atorch_ns.estimate import PlanTable, Prices, Workload, price
+from atorch_ns.estimate.intervals import UNKNOWN
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, SearchSettings, explore, from_json, memory_limit, to_json
 from atorch_ns.search.space.equivalence import canonical
+from atorch_ns.search.space.priced import _reduce_where_too_large
 from atorch_ns.search.space.space import Space
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from tests.estimate.clusters import started_at_once
 
@@ -220,7 +223,7 @@ def test_an_excluded_method_that_would_help_is_named() -> None:
     assert not free(found)
     hints = [one.pruned.hint for one in found.candidates if one.pruned and one.pruned.hint]
     assert len(hints) == 1
-    assert "excluded here" in hints[0]
+    assert "(excluded)" in hints[0]
 
 
 def test_the_largest_batch_is_the_objective_if_asked() -> None:
@@ -271,7 +274,7 @@ def test_every_mesh_of_1024_devices_is_ranked_quickly() -> None:
 
 def test_a_method_without_its_axis_is_told_what_to_include() -> None:
     with pytest.raises(
-        InputError, match="sequence_parallel is included and needs an axis sequence, which no mesh"
+        InputError, match="sequence_parallel is included and needs an axis sequence, but no mesh"
     ):
         space("4xcpu", included=["sequence_parallel"])  # samples of 8 tokens
 
@@ -362,7 +365,7 @@ def names_of_two(phases: dict[Any, list[str]]) -> tuple[str, str]:
             "into 6 equal parts.* are 12 and 18",
         ),
         (15, {"base": ["fsdp"]}, "are 14 and 16"),
-        (1, {"excluded": WHOLE}, "nearest size that some can divide is 2"),
+        (1, {"excluded": WHOLE}, "nearest batch size that can be divided is 2"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_out_is_refused(batch: int, constraints: Any, message: str) -> None:
@@ -456,6 +459,22 @@ def test_what_communicates_in_every_layer_stays_in_a_node() -> None:
             inner = [size for name, size in sizes if name in ("tensor", "sequence")]
             assert all(size <= node for size in inner)
             assert all(name in ("tensor", "sequence") for name, _ in sizes[: len(inner)])
+
+
+def test_rows_that_reducing_often_makes_no_smaller_keep_their_prices() -> None:
+    plan = Plan(axes=(("data", 2),), num_micro_batches=2).changed(sharding={"reduces_each": None})
+    table = PlanTable.of([plan] * 3)
+
+    def prices(*rows: tuple[float, float]) -> Prices:
+        memory, seconds = (np.asarray(column)[:, None] for column in zip(*rows, strict=True))
+        return Prices(memory, seconds, np.zeros(len(rows), dtype=int), ("",), UNKNOWN)
+
+    whole = prices((10.0, 1.0), (30.0, 1.0), (40.0, 1.0))
+    often = prices((30.0, 2.0), (35.0, 2.0))  # of the two that are too large
+    after, reduces_each = _reduce_where_too_large(table, whole, 20, lambda table: often)
+    assert reduces_each.tolist() == [False, False, True]
+    assert after.peak_bytes.tolist() == [10.0, 30.0, 35.0]
+    assert after.step_seconds.tolist() == [1.0, 1.0, 2.0]
 
 
 def test_gradients_are_reduced_after_each_micro_batch_where_whole_ones_do_not_fit() -> None:

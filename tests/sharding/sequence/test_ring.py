@@ -63,10 +63,10 @@ def test_the_kernel_computes_the_formula() -> None:
 
 
 def test_a_kernel_whose_gradients_are_not_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_kernel_error", lambda *_: 0.0)
+    monkeypatch.setattr(ring, "_kernel_error", lambda *_, **__: 0.0)
     of_kernel = (torch.device("cpu"), torch.float32, 24)
     assert ring._tested_kernel(*of_kernel) is not None
-    monkeypatch.setattr(ring, "_kernel_error", lambda *call: float("nan") if call[-1] else 0.0)
+    monkeypatch.setattr(ring, "_kernel_error", lambda *_, causal: float("nan") if causal else 0.0)
     ring._tested_kernel.cache_clear()
     assert ring._tested_kernel(*of_kernel) is None
     ring._tested_kernel.cache_clear()

@@ -199,6 +199,7 @@ def _in_hand() -> dict[str, Any]:
         "messages": messages,
         "whole": torch.equal(output["logits"], LOGITS) and type(output["logits"]) is Tensor,
         "list": logits.tolist() == LOGITS.tolist(),
+        "on another device": type(logits.to("meta")) is Tensor and type(logits.cpu()) is DividedLogits,
         "without gradient": type(logits.argmax(-1)) is Tensor,
     }
 
@@ -215,6 +216,7 @@ def test_divided_logits_look_like_whole_ones() -> None:
             "text": "DividedLogits",
             "whole": True,
             "list": True,
+            "on another device": True,
             "without gradient": True,
         }
         in_place, other = messages[:3], messages[3:]
