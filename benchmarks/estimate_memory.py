@@ -24,6 +24,7 @@ from atorch_ns.estimate.table import PlanTable
 from atorch_ns.job import PeakMemory
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.parity import ADAMW, accelerate_case
 from benchmarks._memory_cases import SIZED_CASES, SizedCase, sized_case
@@ -113,6 +114,7 @@ def profile_of(sized: SizedCase, num_ranks: int = NUM_RANKS, model: nn.Module | 
         case.build() if model is None else model,
         case.make_batch(sized.global_batch // num_ranks, 0),
         lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+        find_dims,
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW),
     )
 

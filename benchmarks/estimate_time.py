@@ -19,6 +19,7 @@ from atorch_ns.estimate import PlanTable, TimeParts, Workload
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, Trace, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import Case
 from atorch_ns.testing.parity import accelerate_case
@@ -116,7 +117,11 @@ def profile_case(case: Case) -> Profile:
         return case.loss_func(batch, call_model(model, batch, case.model_input_format))
 
     return profile_model(
-        case.build(), case.make_batch(GLOBAL_BATCH, 0), forward_loss, make_optimizer=torch.optim.AdamW
+        case.build(),
+        case.make_batch(GLOBAL_BATCH, 0),
+        forward_loss,
+        find_dims,
+        make_optimizer=torch.optim.AdamW,
     )
 
 

@@ -19,6 +19,7 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import SearchSettings, explore
 from atorch_ns.search.space.space import Space
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from benchmarks._bytes import resident
 from benchmarks._llama import next_token_loss
@@ -198,7 +199,7 @@ def _profile(model: nn.Module, batch_size: int = 8, num_tokens: int = _NUM_TOKEN
     def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return next_token_loss(batch, model(**batch))
 
-    return profile_model(model, batch, forward_loss, make_optimizer=torch.optim.AdamW)
+    return profile_model(model, batch, forward_loss, find_dims, make_optimizer=torch.optim.AdamW)
 
 
 def _pricing(size: _Size, num_plans: int) -> list[Mapping[str, Any]]:

@@ -36,6 +36,7 @@ from atorch_ns.search import (
     memory_limit,
     tried_strategies,
 )
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_text
 
@@ -195,13 +196,15 @@ def _build_profile(sample: Sample, cluster: Cluster, registry: Registry, setting
     inputs = sample.inputs
     assert inputs.optim_func is not None
     make_optimizer = optimizer_maker(inputs.optim_func, inputs.optim_args, [inputs.model])
-    profile = profile_model(inputs.model, sample.batch, forward_loss(inputs), make_optimizer=make_optimizer)
+    profile = profile_model(
+        inputs.model, sample.batch, forward_loss(inputs), find_dims, make_optimizer=make_optimizer
+    )
     profile = with_replaced_costs(
         profile,
         inputs.model,
         cluster,
         registry,
-        trace_of=lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
+        trace_of=lambda model: profile_model(model, sample.batch, forward_loss(inputs), find_dims),
     )
     return profile if settings.profile_database is None else _time_blocks(profile, sample, cluster, settings)
 

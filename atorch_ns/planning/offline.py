@@ -41,6 +41,7 @@ from atorch_ns.search.conclude import pareto
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.ranking import fits_surely, prefer
 from atorch_ns.search.space.constraints import Constraints
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.text import counted, error_text, with_article, with_period
 
@@ -206,6 +207,7 @@ def profile_offline(
             model,
             sample,
             forward_loss,
+            find_dims,
             make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
             device=device,
         )

@@ -3,6 +3,7 @@
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.profile.compact_states import plain_tensors
 from atorch_ns.profile.profile import Profile
+from atorch_ns.profile.record.tensor_division import Divide, ParameterDims
 from atorch_ns.profile.timing import ProfileDatabase, measure_blocks
 from atorch_ns.profile.trace import (
     ForwardResult,
@@ -19,7 +20,7 @@ from atorch_ns.profile.trace import (
 from atorch_ns.profile.tracing import profile_model
 
 __all__ = [
-    "ForwardResult", "Growth", "OperatorCost", "OptimizerSpec", "ParameterSpec", "PhaseCost", "Profile",
+    "Divide", "ForwardResult", "Growth", "OperatorCost", "OptimizerSpec", "ParameterDims", "ParameterSpec", "PhaseCost", "Profile",
     "ProfileDatabase", "Segment", "SegmentCost", "Trace", "measure_blocks", "plain_tensors", "precision_key",
     "profile_model", "repeated_blocks",
 ]  # fmt: skip

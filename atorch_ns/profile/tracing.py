@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from atorch_ns.capture.blocks import (
 )
 from atorch_ns.capture.nests import samples_and_tokens, unique_tensors_of
 from atorch_ns.capture.random_states import caches_off, random_states_kept
-from atorch_ns.capture.structure import truncate
+from atorch_ns.capture.structure import Container, copy_structure, truncate
 from atorch_ns.errors import InputError
 from atorch_ns.profile.optimizer import optimizer_spec
 from atorch_ns.profile.profile import Profile
@@ -35,7 +35,9 @@ from atorch_ns.profile.record.steps import (
     RecordedStep,
     StepPrecision,
     TracedModel,
+    call_alone,
 )
+from atorch_ns.profile.record.tensor_division import Divide, ParameterDims
 from atorch_ns.profile.segments import DifferentEventsError, segments_of
 from atorch_ns.profile.trace import Growth, Segment, Trace
 from atorch_ns.text import error_line
@@ -68,12 +70,17 @@ class TraceFallbacks:
 
     Args:
         device: the device that fake tensors claim to be on.
+        divide: finds the parameters that tensor parallelism divides.
     """
 
-    def __init__(self, subject: TracedModel, precisions: Sequence[StepPrecision], device: str) -> None:
+    def __init__(
+        self, subject: TracedModel, precisions: Sequence[StepPrecision], device: str, divide: Divide
+    ) -> None:
         self._subject = subject
         self._precisions = precisions
         self._device = device
+        self._divide = divide
+        self._dims: dict[tuple[str, ...], tuple[ParameterDims, list[str]]] = {}  # by what is shortened
 
     def best(self, sequence: bool) -> Traced:
         """The first attempt that works.
@@ -105,7 +112,8 @@ class TraceFallbacks:
         containers = truncate(subject.model, subject.blocks, subject.fingerprints) if is_short else {}
         fakes = FakeSteps(subject, containers, self._device)
         steps, notes = self._in_each_precision(
-            lambda precision: [fakes.record(precision, (num_samples, length)) for length in lengths]
+            lambda precision: [fakes.record(precision, (num_samples, length)) for length in lengths],
+            containers,
         )
         first = steps[self._precisions[0].key][0]
         return Traced(
@@ -113,7 +121,7 @@ class TraceFallbacks:
         )
 
     def _in_each_precision(
-        self, record: Callable[[StepPrecision], list[RecordedStep]]
+        self, record: Callable[[StepPrecision], list[RecordedStep]], containers: Mapping[str, Container]
     ) -> tuple[dict[str, list[RecordedStep]], tuple[str, ...]]:
         first, *others = self._precisions
         steps, notes = {first.key: record(first)}, []  # the first precision must run, others may fail
@@ -122,7 +130,22 @@ class TraceFallbacks:
                 steps[precision.key] = record(precision)
             except Exception as error:
                 notes.append(f"The model does not run in {precision.key}: {error_line(error)}.")
-        return steps, tuple(notes)
+        dims, reasons = self._find_dims(containers)  # last, as it needs a model that runs
+        parts = {key: [step.with_division(dims), *rest] for key, (step, *rest) in steps.items()}
+        return parts, (*notes, *reasons)
+
+    def _find_dims(self, containers: Mapping[str, Container]) -> tuple[ParameterDims, list[str]]:
+        subject, key = self._subject, tuple(containers)
+        if key not in self._dims:  # names do not depend on sizes or precisions
+            try:
+                model = subject.model
+                if containers:
+                    model = copy_structure(model, lambda _, tensor: tensor.detach(), containers)
+                self._dims[key] = self._divide(model, subject.batch, call_alone(subject.forward_loss)), []
+            except Exception as error:  # whatever the user's code raises
+                note = f"Tensor parallelism is taken to divide nothing: {error_line(error)}."
+                self._dims[key] = ParameterDims(), [note]
+        return self._dims[key]
 
     def _with_lengths(self, outcome: Traced, is_short: bool, num_samples: int, sequence: bool) -> Traced:
         lengths = self._sequence_lengths(3)
@@ -153,7 +176,7 @@ class TraceFallbacks:
         pair = (num_samples, num_samples // 2) if num_samples > 1 else (1, 2)  # a line needs two B
         try:
             steps, notes = self._in_each_precision(
-                lambda precision: [record_real(subject, precision, count) for count in pair]
+                lambda precision: [record_real(subject, precision, count) for count in pair], {}
             )
         except InputError:
             raise
@@ -196,6 +219,7 @@ def profile_model(
     model: nn.Module,
     batch: Any,
     forward_loss: ForwardLoss,
+    divide: Divide,
     *,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     precisions: Sequence[str] = ALL_PRECISIONS,
@@ -218,6 +242,7 @@ def profile_model(
         batch: one sample batch, any nest of tensors. The first tensor's dim 0 is B; a [B, T] tensor of
             integers gives T.
         forward_loss: ``(model, batch) -> loss``.
+        divide: finds the parameters that tensor parallelism divides: ``atorch_ns.sharding.find_dims``.
         make_optimizer: makes the user's optimizer for parameters; ``None`` where there is none.
         precisions: keys as :func:`precision_key` writes them; "float32" are the weights as they are.
         blocks: paths of the blocks; ``None`` for those that repeat.
@@ -250,9 +275,8 @@ def profile_model(
         counts_workspaces=usable == device,
     )
     with caches_off(model), random_states_kept(*{parameter.device for parameter in model.parameters()}):
-        outcome = TraceFallbacks(subject, [StepPrecision.parse(key) for key in precisions], usable).best(
-            sequence
-        )
+        steps = [StepPrecision.parse(key) for key in precisions]
+        outcome = TraceFallbacks(subject, steps, usable, divide).best(sequence)
         spec, optimizer_notes = optimizer_spec(make_optimizer, torch.device(device).type)
     trace = _build_trace(subject, outcome)
     if usable != device:

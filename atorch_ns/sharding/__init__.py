@@ -13,7 +13,7 @@ from atorch_ns.sharding.sequence.find_chains import Links, join_at_first_call, j
 from atorch_ns.sharding.sequence.plan import SequenceSettings
 from atorch_ns.sharding.sequence.tail import study_links, study_tail
 from atorch_ns.sharding.tensor.apply import divide, divide_parameters
-from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan
+from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan, find_dims
 from atorch_ns.sharding.tensor.divisibility import parameter_dims
 from atorch_ns.sharding.tensor.plan import Layout, Packing, TensorPlan, kind_of, style_named
 from atorch_ns.sharding.tensor.sequence import StreamSpec
@@ -30,7 +30,7 @@ __all__ = [
     "LOSS_TOLERANCE", "BlockChain", "ChosenPlan", "FoundExperts", "GlobalBalance", "LayerGraph", "Layout", "Links",
     "ListedExperts", "LogitOutputs", "LogitUses", "LossStudy", "Packing", "SequenceSettings", "StreamSpec",
     "TensorGroup", "TensorPlan", "UnfitExperts", "choose_plan", "compare_losses", "divide", "divide_expert_list",
-    "divide_experts", "divide_parameters", "find_experts", "join_at_first_call", "join_blocks",
+    "divide_experts", "divide_parameters", "find_dims", "find_experts", "join_at_first_call", "join_blocks",
     "kind_of", "parameter_dims", "study_links", "study_logits", "study_tail", "style_named", "trace_layers",
     "traced_gather", "traced_scatter", "why_not_answerable", "why_not_dividable",
 ]  # fmt: skip

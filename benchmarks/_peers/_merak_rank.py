@@ -111,11 +111,12 @@ def _searched(model: nn.Module, batch: dict[str, Tensor], job: Mapping[str, Any]
     from atorch_ns.method import load_registry
     from atorch_ns.profile import profile_model
     from atorch_ns.search import SearchSettings, explore
+    from atorch_ns.sharding import find_dims
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         return next_token_loss(batch, model(input_ids=batch["input_ids"]))
 
-    profile = profile_model(model, batch, loss_of, make_optimizer=torch.optim.AdamW)
+    profile = profile_model(model, batch, loss_of, find_dims, make_optimizer=torch.optim.AdamW)
     workload = Workload(global_batch=job["samples"], num_tokens=job["num_tokens"])
     cluster = cluster_from_spec(f"{job['stages']}xH100-80GB")
     explore(profile, cluster, workload, load_registry(), settings=SearchSettings())

@@ -13,6 +13,7 @@ from atorch_ns.capture.structure import truncate
 from atorch_ns.profile import profile_model
 from atorch_ns.profile.record.fake_steps import FakeSteps
 from atorch_ns.profile.record.steps import StepPrecision
+from atorch_ns.sharding import find_dims
 from atorch_ns.testing.networks import TiedLlama
 from tests.profile.subjects import Stack, attempts, differences, square, subject_of
 
@@ -87,7 +88,7 @@ def test_shapes_that_change_between_equal_blocks_are_not_shortened() -> None:
                 x = layer(x)
             return x
 
-    trace = profile_model(Halving(), torch.randn(2, 4, 64), square).trace
+    trace = profile_model(Halving(), torch.randn(2, 4, 64), square, find_dims).trace
     assert trace is not None
     blocks = [segment for segment in trace.segments if segment.is_block]
     flops = [segment.costs["float32"].forward.flops.at(2) for segment in blocks]
@@ -117,7 +118,7 @@ def test_settings_by_layer_are_shortened_with_the_layers() -> None:
             return x
 
     model = ByLayer()
-    trace = profile_model(model, torch.randn(2, 8), square).trace
+    trace = profile_model(model, torch.randn(2, 8), square, find_dims).trace
     assert trace is not None
     assert sum(segment.count for segment in trace.segments if segment.is_block) == 6
     assert model.rates == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

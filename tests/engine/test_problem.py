@@ -18,6 +18,7 @@ from atorch_ns.job.sampling import sample_inputs
 from atorch_ns.method import Method, Phase, Registry, load_registry
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import History, StopRule, TrialOutcome, TrialTask
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan
 from tests.engine.inputs import case_inputs
 
@@ -87,7 +88,7 @@ def _model() -> nn.Sequential:
 
 
 def _traced(model: nn.Module) -> Profile:
-    return profile_model(model, BATCH, lambda model, batch: model(batch).square().mean())
+    return profile_model(model, BATCH, lambda model, batch: model(batch).square().mean(), find_dims)
 
 
 def _peak(profile: Profile, **plan: Any) -> float:

@@ -21,6 +21,7 @@ from atorch_ns.estimate.time.pipeline import _recompute_ratio, _simulate_bubble
 from atorch_ns.pipeline import StageCosts, choose_for_device, get_schedule, live_bytes, simulate
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.profile import Profile, Trace, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import AxisUse, Plan
 from atorch_ns.testing.models import get_case
 from tests.estimate.clusters import started_at_once
@@ -41,7 +42,9 @@ def profile(num_blocks: int = 16) -> Profile:
         loss: torch.Tensor = case.loss_func(batch, case.call(model, batch))
         return loss
 
-    found = profile_model(case.build(), case.make_batch(4, 0), forward_loss, make_optimizer=torch.optim.AdamW)
+    found = profile_model(
+        case.build(), case.make_batch(4, 0), forward_loss, find_dims, make_optimizer=torch.optim.AdamW
+    )
     assert found.trace is not None
     segments = tuple(
         replace(one, paths=tuple(f"layers.{number}" for number in range(num_blocks))) if one.is_block else one

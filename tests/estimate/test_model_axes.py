@@ -23,6 +23,7 @@ from atorch_ns.estimate.stages import staged, stages_of
 from atorch_ns.job import PeakMemory
 from atorch_ns.pipeline import StageCosts, get_schedule, simulate
 from atorch_ns.profile import Profile, SegmentCost, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import PipelineParallelism, Plan
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import ADAMW, accelerate_case
@@ -82,6 +83,7 @@ def _profile(name: str) -> Profile:
         case.build(),
         case.make_batch(BATCH, 0),
         lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+        find_dims,
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW),
     )
 

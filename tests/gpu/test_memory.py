@@ -16,6 +16,7 @@ from atorch_ns.estimate import Workload, estimate
 from atorch_ns.job import StepOptimizer, agreement, is_out_of_memory, limit_memory
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Strategy
 from benchmarks._llama import Llama, next_token_loss, random_batch
 
@@ -68,6 +69,7 @@ def _predicted(strategy: list[Any]) -> float:
         MODEL.build("meta"),
         random_batch(MODEL, BATCH, TOKENS, seed=0),
         lambda model, batch: next_token_loss(batch, model(**batch)),
+        find_dims,
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
         device="cuda",
     )

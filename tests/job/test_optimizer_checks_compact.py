@@ -18,6 +18,7 @@ from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.job import state_bytes
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import Case
 from atorch_ns.testing.parity import accelerate_case
@@ -98,6 +99,7 @@ def _profile(optimizer: Any) -> Profile:
         CASE.build(),
         CASE.make_batch(4, 0),
         lambda model, batch: CASE.loss_func(batch, CASE.call(model, batch)),
+        find_dims,
         make_optimizer=partial(optimizer, lr=1e-3),
     )
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.profile import profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerate_case
@@ -102,6 +103,7 @@ def test_the_estimate_trades_memory_for_transfers() -> None:
         case.build(),
         case.make_batch(4, 0),
         lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+        find_dims,
         make_optimizer=torch.optim.AdamW,
     )
     assert profile.trace is not None

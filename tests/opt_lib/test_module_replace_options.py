@@ -14,6 +14,7 @@ from atorch_ns.engine.problem import with_replaced_costs
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.method import load_registry
 from atorch_ns.profile import Profile, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan
 from opt_lib.module_replace import ModuleReplace
 from tests.opt_lib.replacements.modules import GPU, FastBuilt, FastLinear, Model, Old
@@ -24,7 +25,7 @@ BARE_GPU = replace(GPU, packages={})
 
 
 def _traced(model: nn.Module) -> Profile:
-    return profile_model(model, TOKENS, lambda model, batch: model(**batch).logits.square().mean())
+    return profile_model(model, TOKENS, lambda model, batch: model(**batch).logits.square().mean(), find_dims)
 
 
 def _is_offered(profile: Profile, cluster: Cluster) -> bool:

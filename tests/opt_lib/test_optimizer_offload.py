@@ -16,6 +16,7 @@ from atorch_ns.estimate.table import PlanTable
 from atorch_ns.job import StepOptimizer
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerate_case, accelerated_run, assert_parity, compare, reference_run
@@ -104,6 +105,7 @@ def test_the_estimate_leaves_states_out_on_a_gpu() -> None:
         case.build(),
         case.make_batch(4, 0),
         lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+        find_dims,
         make_optimizer=torch.optim.AdamW,
     )
     assert profile.trace is not None

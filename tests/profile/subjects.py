@@ -13,6 +13,7 @@ from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.profile import Segment, SegmentCost
 from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, StepPrecision, TracedModel
 from atorch_ns.profile.tracing import TraceFallbacks
+from atorch_ns.sharding import find_dims
 from atorch_ns.testing.models import get_case
 
 
@@ -45,7 +46,7 @@ def attempts(
 ) -> TraceFallbacks:
     """Ready to trace."""
     subject = subject_of(model, batch, forward_loss, keeps_output=keeps_output)
-    return TraceFallbacks(subject, [StepPrecision.parse(key) for key in keys], "cpu")
+    return TraceFallbacks(subject, [StepPrecision.parse(key) for key in keys], "cpu", find_dims)
 
 
 def instances(segments: Sequence[Segment]) -> list[tuple[str, Segment]]:

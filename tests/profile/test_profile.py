@@ -10,12 +10,13 @@ import torch
 
 from atorch_ns.errors import InputError
 from atorch_ns.profile import Profile, profile_model
+from atorch_ns.sharding import find_dims
 from tests.profile.subjects import Stack, square
 
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return profile_model(Stack(), torch.randn(4, 8), square, make_optimizer=torch.optim.AdamW)
+    return profile_model(Stack(), torch.randn(4, 8), square, find_dims, make_optimizer=torch.optim.AdamW)
 
 
 def test_round_trip(profile: Profile) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.profile import Profile, ProfileDatabase, measure_blocks, profile_model
+from atorch_ns.sharding import find_dims
 from tests.profile.subjects import Stack, case_inputs, square
 
 
@@ -44,7 +45,7 @@ class Sleepy(nn.Module):
 
 def test_one_instance_is_measured_and_found_again(tmp_path: Path) -> None:
     model, batch = Sleepy(), torch.randn(4, 8)
-    profile = profile_model(model, batch, square, precisions=["float32"])
+    profile = profile_model(model, batch, square, find_dims, precisions=["float32"])
     assert profile.trace is not None
     database = ProfileDatabase(tmp_path / "times.json")
     Slow.calls = 0
@@ -69,7 +70,7 @@ def test_one_instance_is_measured_and_found_again(tmp_path: Path) -> None:
 def test_model_with_masks_positions_and_a_cache() -> None:
     model, batch, forward_loss = case_inputs("hf_llama", 2)
     model.config.use_cache = True
-    profile = profile_model(model, batch, forward_loss, precisions=["float32", "bfloat16"])
+    profile = profile_model(model, batch, forward_loss, find_dims, precisions=["float32", "bfloat16"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     trace = measure_blocks(model, batch, forward_loss, profile, device="cpu")
@@ -93,7 +94,7 @@ def test_block_that_cannot_stand_alone_is_a_note() -> None:
             self.layers = nn.ModuleList(Needy(8, 8) for _ in range(4))
 
     model, batch = Model(), torch.randn(4, 8)
-    profile = profile_model(model, batch, square, precisions=["float32"])
+    profile = profile_model(model, batch, square, find_dims, precisions=["float32"])
     trace = measure_blocks(model, batch, square, profile, device="cpu")
     assert trace.seconds == {}
     assert "layers.0 could not be measured alone in float32: RuntimeError: where is my model?" in trace.notes

@@ -19,13 +19,14 @@ from atorch_ns.errors import InputError
 from atorch_ns.estimate import MemoryParts, PlanTable, Workload
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.profile import Trace, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Recomputation
 from tests.profile.subjects import Stack, case_inputs, square
 
 
 def _trace(model: nn.Module, batch: Any, forward_loss: Any = square, **options: Any) -> Trace:
     options.setdefault("precisions", ["float32"])
-    trace = profile_model(model, batch, forward_loss, **options).trace
+    trace = profile_model(model, batch, forward_loss, find_dims, **options).trace
     assert trace is not None
     return trace
 
@@ -121,7 +122,7 @@ class Chain(nn.Module):
 
 def test_a_fused_kernel_reads_what_it_does_not_make_and_writes_what_others_read() -> None:
     trace = profile_model(
-        Chain(), torch.randn(4, 8), lambda model, batch: model(batch), precisions=["float32"]
+        Chain(), torch.randn(4, 8), lambda model, batch: model(batch), find_dims, precisions=["float32"]
     ).trace
     assert trace is not None
     forward, tensor = trace.segments[0].costs["float32"].forward, 4 * 8 * 4
@@ -151,6 +152,7 @@ def test_dropout_of_gpus_keeps_bytes_and_none_in_attention() -> None:
             Dropped(),
             torch.randn(4, 64, 16),
             lambda model, batch: model(batch),
+            find_dims,
             precisions=["float32"],
             device=device,
         ).trace
@@ -201,7 +203,9 @@ def test_tied_and_unused_parameters_are_counted_once() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(super().forward(self.embed(x)))
 
-    profile = profile_model(Tied(), torch.zeros(2, 6, dtype=torch.int64), square, precisions=["float32"])
+    profile = profile_model(
+        Tied(), torch.zeros(2, 6, dtype=torch.int64), square, find_dims, precisions=["float32"]
+    )
     assert profile.trace is not None
     specs = [(spec, segment) for segment in profile.trace.segments for spec in segment.parameters]
     tied = [(spec.name, spec.tied_to) for spec, _ in specs if spec.tied_to]
@@ -216,7 +220,7 @@ def test_block_called_again_shares_its_parameters() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(super().forward(x))
 
-    profile = profile_model(Twice(depth=3), torch.randn(2, 8), square, precisions=["float32"])
+    profile = profile_model(Twice(depth=3), torch.randn(2, 8), square, find_dims, precisions=["float32"])
     assert profile.trace is not None
     assert sum(segment.count for segment in profile.trace.segments if segment.is_block) == 6
     counted = sum(

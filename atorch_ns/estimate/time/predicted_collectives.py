@@ -25,6 +25,7 @@ from atorch_ns.estimate.model_shard import (
 )
 from atorch_ns.estimate.stages import schedule_of, stages_of, usual_micro_batches
 from atorch_ns.estimate.time.passes import recomputed_shares
+from atorch_ns.estimate.time.traffic import words_of
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import MODEL_AXES, Plan
 
@@ -259,15 +260,14 @@ def _of_segment(
     """Kind, calls and bytes of a segment in one micro-batch."""
     residual, compute = _computed_itemsizes(plan)
     width = _residual_bytes(plan, trace, samples) / residual  # B T D elements
-    if segment.is_block:
+    if segment.num_rows:
         # Results of row layers are summed in the compute dtype, gradients of inputs of column layers in that
         # of the residual stream. Recomputation stops before its last sum.
         forward = segment.count * (segment.num_rows + again * (segment.num_rows - 1))
         backward = segment.count * segment.num_rows
         yield "all_reduce", round(forward), forward * width * compute
         yield "all_reduce", backward, backward * width * residual
-        return
-    words = [spec for spec in segment.parameters if spec.tensor_dim == 0 and len(spec.shape) == 2]
+    words = words_of(segment)
     if not words:
         return
     if segment.name != trace.segments[-1].name:  # the embedding, divided along the vocabulary
@@ -277,7 +277,7 @@ def _of_segment(
     if plan.tensor.parallel_loss:
         yield "all_reduce", LOSS_CALLS, LOSS_NUMBERS * tokens * trace.loss_share * DTYPE_BYTES["float32"]
     else:
-        yield "all_gather", 1, tokens * trace.vocabulary_size * compute
+        yield "all_gather", 1, tokens * words[0].shape[0] * compute
     yield "all_reduce", 1, width * residual
 
 

@@ -200,19 +200,17 @@ def _tensor_exchanges(
     # Megatron's sums. A divided residual stream has a gather and a scattered sum for each: as many bytes.
     segment, positions = context.trace.segments[s], context.parts.positions(s)
     output = _output_bytes(context, s) / positions
-    if segment.is_block:
-        # Of row layers forward, of groups of column layers backward; recomputation stops before its last one.
-        count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
-        seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count=count)
-        if context.sizes.asynchronous.any():
-            is_joined = context.sizes.asynchronous & (groups.within == groups.size)
-            seconds = seconds - np.where(is_joined, _hidden_seconds(context, groups, s, again), 0.0)
-        return seconds, count
-    words = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2]
+    # Of row layers forward, of groups of column layers backward; recomputation stops before its last one.
+    count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
+    seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count=count)
+    if segment.is_block and context.sizes.asynchronous.any():
+        is_joined = context.sizes.asynchronous & (groups.within == groups.size)
+        seconds = seconds - np.where(is_joined, _hidden_seconds(context, groups, s, again), 0.0)
+    words = words_of(segment)
     if not words:
-        return np.zeros(len(context.sizes)), 0.0
+        return seconds, count
     if s < len(context.trace.segments) - 1:  # the embedding's rows are summed
-        return collective_seconds("all_reduce", output, groups, context.hardware), 1.0
+        return seconds + collective_seconds("all_reduce", output, groups, context.hardware), count + 1.0
     # The head: logits are gathered, or a loss on parts of them sums three numbers for each token.
     weights, autocast = computed_in(context.plan)
     tokens = context.num_samples * context.num_tokens / positions
@@ -222,7 +220,14 @@ def _tensor_exchanges(
     parts = context.sizes.parallel_loss
     numbers = tokens * context.trace.loss_share * LOSS_NUMBERS * DTYPE_BYTES["float32"]
     sums = collective_seconds("all_reduce", numbers, groups, context.hardware, count=LOSS_CALLS)
-    return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
+    return seconds + np.where(parts, sums, logits) + hidden, count + np.where(parts, LOSS_CALLS, 1) + 1.0
+
+
+def words_of(segment: Segment) -> list[ParameterSpec]:
+    """Matrices of an embedding or a head outside blocks, which are divided by rows; the largest first."""
+    rows = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2 and not segment.is_block]
+    # Column layers are divided by rows too, and have fewer than a vocabulary.
+    return sorted(rows, key=lambda p: p.shape[0], reverse=True)[: max(0, len(rows) - segment.num_columns)]
 
 
 def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import vocabulary_size
 from atorch_ns.capture.nests import floats_to, samples_and_tokens, unique_tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.recorder import Boundaries, Occurrence, OperatorRecorder, Recording
-from atorch_ns.profile.record.tensor_division import TensorDivision, find_division
+from atorch_ns.profile.record.tensor_division import ParameterDims, TensorDivision, follow_division
 from atorch_ns.profile.trace import precision_key
 
 ALL_PRECISIONS = ("float32", "float32/bfloat16", "bfloat16", "bfloat16/bfloat16")
@@ -96,6 +95,20 @@ ForwardLoss = Callable[[nn.Module, Any], torch.Tensor]
 """``(model, batch) -> loss``: calls the model in the user's format, and the loss function."""
 
 
+def call_alone(forward_loss: ForwardLoss) -> Callable[[nn.Module, Any], Any]:
+    """``(model, batch) -> outputs``: the outputs of the model, which a loss need not read all.
+
+    The model is changed: a hook stays.
+    """
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        outputs: list[Any] = []
+        model.register_forward_hook(lambda _, __, output: outputs.append(output))
+        return forward_loss(model, batch), outputs
+
+    return run
+
+
 @dataclass(frozen=True)
 class TracedModel:
     """The model and batch that are traced, as the user gave them. Never changed.
@@ -139,16 +152,28 @@ class RecordedStep:
         occurrences: the stretches of its forward pass, blocks and what runs between them.
         uses: stretches of the forward pass, in order, that use each parameter outside blocks, by first name.
         sizes: B and T that it ran with.
+        names: first names of the parameters, which are the first of the given tensors.
         division: tensors and operators that tensor parallelism would divide.
-        dims: dim along which each divided parameter is divided, by its first name.
     """
 
     recording: Recording
     occurrences: list[Occurrence]
     uses: Mapping[str, list[int]]
     sizes: tuple[int, int]
-    division: TensorDivision
-    dims: Mapping[str, int]
+    names: tuple[str, ...]
+    division: TensorDivision = field(default_factory=TensorDivision)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dim along which each divided parameter is divided, by its first name."""
+        return {self.names[number]: dim for number, dim in self.division.dims.items()}
+
+    def with_division(self, parameters: ParameterDims) -> RecordedStep:
+        """The step with its tensors and operators followed, where these parameters are divided."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        dims = {numbers[name]: dim for name, dim in parameters.dims.items()}
+        ends = {numbers[name] for name in parameters.ends}
+        return replace(self, division=follow_division(self.recording, dims, ends))
 
     def worked(self) -> list[bool]:
         """Whether each stretch ran an operator, forward or backward."""
@@ -208,34 +233,9 @@ def record_step(
         for number, name in enumerate(parameters)
         if not name.startswith(inside)
     }
-    division = _division_of_model(model, recorder.recording, boundaries.occurrences, inside)
-    dims = {name: division.dims[number] for number, name in enumerate(parameters) if number in division.dims}
     return RecordedStep(
-        recorder.recording, boundaries.occurrences, uses, samples_and_tokens(batch), division, dims
+        recorder.recording, boundaries.occurrences, uses, samples_and_tokens(batch), tuple(parameters)
     )
-
-
-def _division_of_model(
-    model: nn.Module, recording: Recording, occurrences: Sequence[Occurrence], inside: tuple[str, ...]
-) -> TensorDivision:
-    words = vocabulary_size(model)
-    parameters = dict(model.named_parameters())
-    vocabulary = {
-        number: 0
-        for number, (name, parameter) in enumerate(parameters.items())
-        if words > 1
-        and not name.startswith(inside)
-        and parameter.dim()
-        and parameter.shape[0] == words
-        and not _is_of_positions(name)  # which may be as many as words
-    }
-    shapes = [tuple(parameter.shape) for parameter in parameters.values()]
-    return find_division(recording, shapes, lambda phase: occurrences[phase // 2].block, vocabulary)
-
-
-def _is_of_positions(name: str) -> bool:
-    table = name.rpartition(".")[0].rpartition(".")[2].lower()
-    return "pos" in table or table == "wpe"  # GPT-2's name
 
 
 def _check_loss(loss: Any) -> None:

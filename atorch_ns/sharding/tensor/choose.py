@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from atorch_ns.errors import InputError
+from atorch_ns.profile import ParameterDims
 from atorch_ns.sharding.tensor.divisibility import (
     check_degree,
     check_heads,
     degrees,
     misfits,
     no_layer_divides,
+    parameter_dims,
 )
 from atorch_ns.sharding.tensor.find import find_tensor_plan, grouped, open_ends, plan_from, with_vocabulary
 from atorch_ns.sharding.tensor.plan import (
@@ -27,9 +29,9 @@ from atorch_ns.sharding.tensor.plan import (
     model_plan,
 )
 from atorch_ns.sharding.tensor.regions import candidate_regions, layout_of, regions_in
-from atorch_ns.sharding.tensor.selftest import SelfTest, UnitFailure
+from atorch_ns.sharding.tensor.selftest import WHOLE_RESULTS, SelfTest, UnitFailure
 from atorch_ns.sharding.tensor.sequence import StreamSpec, stream_of
-from atorch_ns.sharding.tensor.trace import LayerGraph
+from atorch_ns.sharding.tensor.trace import LayerGraph, Run, trace_layers
 from atorch_ns.text import first_few
 
 Source = Literal["auto", "model", "found"]
@@ -133,6 +135,36 @@ def choose_plan(
     return ChosenPlan(plan, layout, tuple(regions), stream, frozenset(partial), tuple(notes))
 
 
+def find_dims(model: nn.Module, batch: Any, run: Run) -> ParameterDims:
+    """The parameters that a found plan divides, for prices, which hold for any degree.
+
+    Args:
+        model, batch, run: as for :func:`trace_layers`.
+
+    Raises:
+        Exception: the model's error, as :func:`trace_layers`.
+    """
+    graph = trace_layers(model, batch, run)
+    # The smallest degree stands for all, since what divides by a multiple of it divides by it too.
+    degree = next((n for n in degrees(model) if n > 1), 2)
+    try:
+        plan = choose_plan(model, degree, graph, source="found", run_numerics=False, undivided="keep")
+    except InputError:  # no layer is divided
+        return ParameterDims()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    dims: dict[str, int] = {}
+    ends: set[str] = set()
+    for path, layer in plan.layout.layers.items():
+        module = model.get_submodule(path)
+        parameters = dict(module.named_parameters())
+        for name, (dim, _) in parameter_dims(module, layer).items():
+            if name in parameters:  # not a bias that the layer lacks
+                first = names[id(parameters[name])]
+                dims[first] = dim
+                ends |= {first} if layer.style in WHOLE_RESULTS else set()
+    return ParameterDims(dims, frozenset(ends))
+
+
 def _own_plan(
     model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, *, notes: list[str], must_exist: bool
 ) -> TensorPlan | None:
@@ -158,7 +190,7 @@ def _tested_own_plan(
     layers = {
         path: layer
         for path, layer in layout.layers.items()
-        if path not in unfit or layer.style not in ("colwise_gather_output", "embedding_rowwise")
+        if path not in unfit or layer.style not in WHOLE_RESULTS
     }
     layout = with_vocabulary(model, replace(layout, layers=layers), degree, graph)
     reasons = list(misfits(model, layout, degree).items())
@@ -176,11 +208,7 @@ def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, is_divided:
     if is_divided:
         return plan
     layout = plan.resolve(model)
-    ends = {
-        p
-        for p, layer in layout.layers.items()
-        if layer.style in ("colwise_gather_output", "embedding_rowwise")
-    }
+    ends = {p for p, layer in layout.layers.items() if layer.style in WHOLE_RESULTS}
     inner = replace(layout, layers={path: layer for path, layer in layout.layers.items() if path not in ends})
     whole = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
     return replace(plan_from(model, inner, left=whole), where=plan.where)

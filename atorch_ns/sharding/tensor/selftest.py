@@ -38,8 +38,8 @@ TOLERANCE = 1e-3
 """The largest error that counts as rounding, in units of the largest value of the tensor compared. In fp32 a
 right layout shows about 1e-6; a head too few or a wrong order of parts shows about 1."""
 
-# Styles whose results are whole: such a layer is right whatever stands around it.
-_OWN = ("embedding_rowwise", "colwise_gather_output")
+WHOLE_RESULTS = ("embedding_rowwise", "colwise_gather_output")
+"""Styles whose results are whole: such a layer is right whatever stands around it."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class SelfTest:
         self, layout: Layout, regions: Iterable[RegionSpec], *, calls: bool
     ) -> list[tuple[str, ...]]:
         # Blocks of one kind are tested once.
-        layers = [path for path, layer in layout.layers.items() if layer.style not in _OWN]
+        layers = [path for path, layer in layout.layers.items() if layer.style not in WHOLE_RESULTS]
         groups: dict[object, list[str]] = {}
         in_blocks: set[str] = set()
         for block in repeated_blocks(self._model):

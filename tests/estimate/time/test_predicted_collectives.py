@@ -18,6 +18,7 @@ from atorch_ns.estimate.model_shard import bucket_sizes
 from atorch_ns.estimate.time.predicted_collectives import collectives
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import ParameterSpec, Profile, Segment, Trace, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import get_case, run_ranks
 from atorch_ns.testing.parity import accelerate_case
@@ -79,7 +80,9 @@ def _profile(case_name: str) -> Profile:
     def forward_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return case.loss_func(batch, call_model(model, batch, case.model_input_format))
 
-    return profile_model(case.build(), case.make_batch(4, 0), forward_loss, make_optimizer=torch.optim.AdamW)
+    return profile_model(
+        case.build(), case.make_batch(4, 0), forward_loss, find_dims, make_optimizer=torch.optim.AdamW
+    )
 
 
 def _executed(case_name: str, strategies: Sequence[Sequence[Any]]) -> list[dict[str, tuple[int, int]]]:

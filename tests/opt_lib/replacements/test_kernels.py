@@ -15,6 +15,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile, profile_model
+from atorch_ns.sharding import find_dims
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.parity import accelerated_run
 from opt_lib._replacements import base
@@ -282,7 +283,7 @@ def _block(model: nn.Module) -> dict[str, Any]:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(**batch).logits.flatten(0, 1), batch["input_ids"].flatten())
 
-    trace = profile_model(model, {"input_ids": torch.zeros(B, T, dtype=torch.long)}, loss).trace
+    trace = profile_model(model, {"input_ids": torch.zeros(B, T, dtype=torch.long)}, loss, find_dims).trace
     assert trace is not None
     block = next(segment for segment in trace.segments if segment.name == "model.layers.0")
     return dict(block.costs)

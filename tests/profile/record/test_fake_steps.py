@@ -10,6 +10,7 @@ from torch import nn
 
 from atorch_ns.capture.random_states import caches_off
 from atorch_ns.profile import profile_model
+from atorch_ns.sharding import find_dims
 from tests.profile.subjects import attempts, case_inputs, differences
 
 
@@ -48,7 +49,7 @@ def _vit() -> tuple[nn.Module, Any, Any]:
 def test_fake_is_real(name: str) -> None:
     made = {"bert": _bert, "vit": _vit}.get(name)
     model, batch, forward_loss = made() if made else case_inputs(name)
-    trace = profile_model(model, batch, forward_loss).trace
+    trace = profile_model(model, batch, forward_loss, find_dims).trace
     assert trace is not None
     assert (trace.how, trace.notes) == ("fake", ())
     with caches_off(model):
@@ -65,7 +66,7 @@ def test_padding_is_seen() -> None:
     padded["attention_mask"][:, -3:] = 0
     saved = []
     for own in (batch, padded):
-        trace = profile_model(model, own, forward_loss, precisions=["float32"]).trace
+        trace = profile_model(model, own, forward_loss, find_dims, precisions=["float32"]).trace
         assert trace is not None
         saved.append(trace.segments[1].costs["float32"].saved.at(8))
         with caches_off(model):

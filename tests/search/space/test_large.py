@@ -13,6 +13,7 @@ from atorch_ns.estimate import Workload
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, SearchSettings, explore
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan
 
 LARGE = cluster_from_spec("8xH100-80GB, 128 nodes, ib400")
@@ -39,7 +40,7 @@ def profile() -> Profile:
         return torch.nn.functional.cross_entropy(logits, batch["input_ids"][:, 1:].flatten())
 
     batch = {"input_ids": torch.zeros(4, NUM_TOKENS, dtype=torch.long)}
-    return profile_model(model, batch, forward_loss, make_optimizer=torch.optim.AdamW)
+    return profile_model(model, batch, forward_loss, find_dims, make_optimizer=torch.optim.AdamW)
 
 
 def _plan(one: Candidate) -> Plan:

@@ -20,6 +20,7 @@ from atorch_ns.search import Candidate, SearchSettings, explore, from_json, memo
 from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import _reduce_where_too_large
 from atorch_ns.search.space.space import Space
+from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from tests.estimate.clusters import started_at_once
@@ -40,7 +41,7 @@ def profile() -> Profile:
         return loss
 
     batch = SyntheticDataset(case, 4).batch(0, 4)
-    return profile_model(case.build(), batch, forward_loss, make_optimizer=torch.optim.AdamW)
+    return profile_model(case.build(), batch, forward_loss, find_dims, make_optimizer=torch.optim.AdamW)
 
 
 def cluster(spec: str = "2xcpu") -> Cluster:

@@ -1,7 +1,7 @@
-"""Two answers to "what does tensor parallelism divide?" agree: the one that the search prices, and the one that runs.
+"""What tensor parallelism divides is decided once: the search prices the plan that runs.
 
-The search prices what ``find_division`` sees in recorded operators; training divides what ``choose_plan`` finds in
-layers. Rows of ``DIFFERENCES`` are known disagreements with their reasons; each says what is priced and stays whole.
+The finder of ``sharding`` decides, for a profile by shapes alone. Only what numbers show is priced as divided and
+runs whole (``BY_NUMBERS``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import repeated_blocks
-from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.data import call_model
-from atorch_ns.profile.record.fake_steps import FakeSteps
-from atorch_ns.profile.record.steps import StepPrecision, TracedModel
-from atorch_ns.sharding import choose_plan, parameter_dims, trace_layers
+from atorch_ns.profile import ParameterDims, profile_model
+from atorch_ns.profile.record.steps import ForwardLoss
+from atorch_ns.sharding import choose_plan, find_dims, parameter_dims, trace_layers
 from atorch_ns.testing.models import get_case
 from tests.sharding.tensor.test_regions import BackToWidth, SizeByHeads
 from tests.sharding.tensor_models import ATTENTIONS, Between, NormOverHeads, make, tokens
@@ -29,47 +27,33 @@ Dims = dict[str, int]
 
 Run = Callable[[nn.Module, Any], Any]
 
+ATTENTION = tuple(f"blocks.{block}.attention" for block in range(2))
+
 CASES = ("mlp", "tied_llama", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "hf_mixtral", "encoder_decoder")
 
-ATTENTION = frozenset(f"blocks.{block}.attention" for block in range(2))
-DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], int, frozenset[str], str]] = {
-    "a vocabulary of 31": (
-        lambda: make(vocab=31),
-        31,
-        frozenset({"embed", "head"}),
-        "operators are followed without a degree, so sizes that it does not divide are priced as divided",
-    ),
-    "a weight used twice": (
-        lambda: Between("a tied weight"),
-        32,
-        frozenset({"embed"}),
-        "a vocabulary that code outside its layer uses too stays whole when it runs",
-    ),
-    "a size of heads from the width": (
-        lambda: make(SizeByHeads),
-        32,
-        ATTENTION,
-        "operators do not show that code reshapes by the width of all ranks, which fails on a part",
-    ),
-    "heads back to the width": (
-        lambda: make(BackToWidth),
-        32,
-        ATTENTION,
-        "operators do not show that code reshapes by the width of all ranks, which fails on a part",
-    ),
+WHOLE: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
+    "a vocabulary of 31": (lambda: make(vocab=31), 31, ("embed", "head")),
+    "a weight used twice": (lambda: Between("a tied weight"), 32, ("embed",)),
+    "a size of heads from the width": (lambda: make(SizeByHeads), 32, ATTENTION),
+    "heads back to the width": (lambda: make(BackToWidth), 32, ATTENTION),
 }
-"""By name: the model, its vocabulary, the modules that are priced as divided and run whole, and the reason."""
+"""By name: the model, its vocabulary, and the modules that stay whole, which recorded operators do not show."""
 
 BY_NUMBERS = (NormOverHeads, ScaledByWidth)
 """Attention that runs divided and gives other results, which only the self-test's numbers show."""
 
 
-def priced(model: nn.Module, batch: Any, loss: Run) -> Dims:
-    """The dims by recorded operators."""
-    blocks = {block.name: block.module for block in repeated_blocks(model)}
-    sizes = samples_and_tokens(batch)
-    subject = TracedModel(model, batch, loss, sizes, sizes, blocks, dict.fromkeys(blocks, ""))
-    return dict(FakeSteps(subject, {}, "cpu").record(StepPrecision.parse("float32"), sizes).dims)
+def priced(model: nn.Module, batch: Any, loss: ForwardLoss) -> Dims:
+    """The dims in a profile."""
+    trace = profile_model(model, batch, loss, find_dims, precisions=["float32"]).trace
+    assert trace is not None
+    dims = {}
+    for segment in trace.segments:
+        for prefix in [f"{path}." for path in segment.paths] or [""]:
+            for spec in segment.parameters:
+                if spec.tensor_dim is not None and spec.tied_to is None:
+                    dims[prefix + spec.name] = spec.tensor_dim
+    return dims
 
 
 def divided(model: nn.Module, batch: Any, forward: Run, *, by_numbers: bool = False) -> Dims:
@@ -84,6 +68,30 @@ def divided(model: nn.Module, batch: Any, forward: Run, *, by_numbers: bool = Fa
             if name in own:
                 found[names[id(own[name])]] = dim
     return found
+
+
+class TwoOutputs(nn.Module):
+    """Returns what flows between the layers of its first pair, so that this pair stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = self.first[0](x).relu()
+        return self.second(self.first[2](inner)), inner
+
+
+OTHERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "no blocks": lambda: (nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 12)), torch.randn(4, 16)),
+    "fused attention of torch": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3),
+        torch.randn(4, 8, 32),
+    ),
+}
+"""Models whose biases, or layers outside blocks, recorded operators do not show as divided."""
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:
@@ -116,15 +124,43 @@ def test_reference_models(name: str) -> None:
     assert priced(model, batch, lambda model, batch: case.loss_func(batch, forward(model, batch))) == dims
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_known_differences(name: str) -> None:
-    build, vocab, modules, reason = DIFFERENCES[name]
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_runs_whole_is_priced_whole(name: str) -> None:
+    build, vocab, modules = WHOLE[name]
     model = build()
-    found, dims = priced(model, tokens(vocab), _loss), divided(model, tokens(vocab), _forward)
-    assert dims.items() <= found.items(), "nothing runs divided that is priced whole"
-    extra = found.keys() - dims.keys()
-    assert all(any(parameter.startswith(f"{path}.") for path in modules) for parameter in extra), reason
-    assert all(any(parameter.startswith(f"{path}.") for parameter in extra) for path in modules), reason
+    dims = divided(model, tokens(vocab), _forward)
+    assert dims
+    assert not any(parameter.startswith(tuple(f"{path}." for path in modules)) for parameter in dims)
+    assert priced(model, tokens(vocab), _loss) == dims
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name: str) -> None:
+    model, batch = OTHERS[name]()
+    dims = divided(model, batch, _forward)
+    assert dims
+    assert priced(model, batch, _loss) == dims
+
+
+def test_a_model_that_divides_nowhere() -> None:
+    assert priced(nn.Sequential(nn.Linear(8, 4)), torch.randn(2, 8), _loss) == {}
+
+
+def test_outputs_that_the_loss_does_not_read() -> None:
+    model = TwoOutputs()
+    dims = divided(model, torch.randn(2, 8), _forward)
+    assert dims.keys() == {f"second.{name}" for name in ("0.weight", "0.bias", "2.weight")}
+    assert priced(model, torch.randn(2, 8), lambda model, batch: model(batch)[0].square().mean()) == dims
+
+
+def test_a_model_that_cannot_be_followed() -> None:
+    def fail(*_: object) -> ParameterDims:
+        raise ValueError("no way to follow it")
+
+    trace = profile_model(make(), tokens(), _loss, fail, precisions=["float32"]).trace
+    assert trace is not None
+    assert trace.notes[0] == "Tensor parallelism is taken to divide nothing: ValueError: no way to follow it."
+    assert not any(segment.num_columns or segment.num_rows for segment in trace.segments)
 
 
 def test_what_only_numbers_show_is_priced_as_divided() -> None:
@@ -132,4 +168,4 @@ def test_what_only_numbers_show_is_priced_as_divided() -> None:
         dims = divided(make(attention), tokens(), _forward, by_numbers=True)
         found = priced(make(attention), tokens(), _loss)
         assert dims.items() < found.items(), attention
-        assert all(name.startswith(tuple(ATTENTION)) for name in found.keys() - dims.keys()), attention
+        assert all(name.startswith(ATTENTION) for name in found.keys() - dims.keys()), attention
