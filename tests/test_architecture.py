@@ -19,35 +19,35 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 MOST_FILES = 480
 LINES = {
     "top level": 856,
-    "cli": 2_123,  # to be 1_700
+    "cli": 2_116,  # to be 1_700
     "trainer": 2_463,
     "merak": 2_232,
     "parallel": 2_237,
     "planning": 501,  # to be 850
     "doctor": 1_412,  # to be 1_000
     "report": 3_232,  # to be 3_000
-    "engine": 4_990,  # to be 3_600
+    "engine": 4_974,  # to be 3_600
     "numerics": 1_746,  # to be 1_300
     "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
     "checkpoint": 1_912,  # to be 1_900
     "apply": 283,
     "method": 707,
-    "job": 5_936,  # to be 3_100
+    "job": 5_951,  # to be 3_100
     "operators": 4_778,  # to be 4_050
     "pipeline": 4_419,  # to be 4_100
-    "sharding": 7_795,  # to be 6_200
+    "sharding": 7_801,  # to be 6_200
     "tracking": 477,
     "data": 1_173,  # to be 1_400
     "strategy": 1_840,  # to be 1_800
     "profile": 2_814,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 582,  # to be 1_550
-    "cluster": 3_025,  # to be 2_600
+    "cluster": 3_007,  # to be 2_600
     "capture": 2_213,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_590,  # to be 1_000
-    "opt_lib": 10_112,  # to be 8_300
+    "opt_lib": 10_131,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

@@ -134,19 +134,22 @@ class SamePlace:
             store.set(key, str(number))
         self._is_meeting, pause = True, _MEETING_S
         end = time.monotonic() + store.timeout.total_seconds()
-        while not store.check([key]) or int(store.get(key)) < number:
-            if store.check([self._store_key("ended")]):  # another rank has ended
-                self._end_process(store.get(self._store_key("ended")).decode())
-            if time.monotonic() > end:
-                self._is_meeting = False
-                raise RankError(
-                    f"rank {self._rank} has waited {store.timeout} for the others to call {_in_words(letter)}: they have "
-                    "ended, or do something else. Call it on every rank; give init_process_group a longer timeout if "
-                    "one needs more time."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
-        self._is_meeting = False
+        try:
+            while not store.check([key]) or int(store.get(key)) < number:
+                if store.check([self._store_key("ended")]):  # another rank has ended
+                    self._end_process(store.get(self._store_key("ended")).decode())
+                if time.monotonic() > end:
+                    why = (
+                        f"rank {self._rank} has waited {store.timeout} for the others to call {_in_words(letter)}: they "
+                        "have ended, or do something else. Call it on every rank; give init_process_group a longer "
+                        "timeout if one needs more time."
+                    )
+                    store.set(self._store_key("ended"), why)  # a rank that comes late must not go on alone
+                    raise RankError(why)
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
+        finally:
+            self._is_meeting = False
 
     def _after_update(self, *_: object) -> None:
         number = self._num_updates + 1

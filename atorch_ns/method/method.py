@@ -122,7 +122,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two methods that cannot stand together.
+    """Two methods that cannot be combined.
 
     Attributes:
         other: the other method's name.

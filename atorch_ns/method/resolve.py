@@ -141,7 +141,7 @@ def resolve(
     chosen, default_notes, unfilled = _add_defaults(chosen, cluster, registry)
     # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
     problems += unfilled + _find_clashes([*chosen, *left_out])
-    if not problems:  # checks assume methods that stand together
+    if not problems:  # checks assume methods that can be combined
         for item in chosen:
             problems += item.method.check(item.config, cluster, profile)
     final = ordered(chosen)
@@ -234,7 +234,7 @@ def _find_clashes(choices: list[Chosen]) -> list[Problem]:
 
 
 def clash(first: Chosen, second: Chosen) -> str | None:
-    """Why two methods cannot stand together; ``None`` if they can."""
+    """Why two methods cannot be combined; ``None`` if they can."""
     shared = sorted(set(first.method.roles(first.config)) & set(second.method.roles(second.config)))
     for mine, theirs in ((first, second), (second, first)):  # either may declare it
         for conflict in mine.method.conflicts:
@@ -259,7 +259,7 @@ def _make_error(problems: list[Problem]) -> StrategyError:
 
 
 class Pairing(NamedTuple):
-    """Two methods, and why they cannot stand together; ``None`` if they can."""
+    """Two methods, and why they cannot be combined; ``None`` if they can."""
 
     first: str
     second: str

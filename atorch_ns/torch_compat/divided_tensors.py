@@ -121,11 +121,12 @@ def _unless_on_gpu(
         return handler(operator, args, kwargs)
     # There torch draws other numbers for each part.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    ours = handlers.pop(operator)  # avoids recursion
+    ours = handlers.pop(operator, None)  # avoids recursion; None: another thread draws
     try:
         return operator(*args, **kwargs)
     finally:
-        handlers[operator] = ours
+        if ours is not None:
+            handlers[operator] = ours
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

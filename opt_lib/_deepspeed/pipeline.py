@@ -178,7 +178,7 @@ def _split_tensors(entries: Sequence[TensorHeader], tensor: torch.Tensor) -> lis
             for piece, entry, shape in zip(flat, entries, shapes, strict=True)
         ]
     return [
-        torch.view_as_complex(piece) if entry.dtype.is_complex else piece
+        torch.complex(piece[..., 0], piece[..., 1]) if entry.dtype.is_complex else piece
         for piece, entry in zip(pieces, entries, strict=True)
     ]
 

@@ -131,20 +131,37 @@ class ShardsBetweenPasses:
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Inside of a pass all is gathered; without tensors a rank may call it alone.
-            if self._depth or not tensors_of((args, kwargs)):
+            if self._depth:  # inside of a pass all is gathered
                 return method(*args, **kwargs)
             output, scope = None, self.autocast_outside(job)
+            # One rank may call it alone without a batch, as one that saves a dict of weights.
+            if not any(map(_has_tensors, (*args, *kwargs.values()))):
+                with scope:
+                    return method(*args, **kwargs)
             self._begin_pass()
             try:
                 with scope:
-                    output = getattr(self._root, _RUN)(method, *args, **kwargs)
+                    output = getattr(self._root, _RUN)(self._refuse_writes, method, args, kwargs)
             finally:
                 self._end_pass(self._root, None, output)
             job.gradients.follow_call(job.module, output)
             return output
 
         return call
+
+    def _refuse_writes(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        whole = [
+            (name, p, p._version) for name, p in self._root.named_parameters() if not isinstance(p, DTensor)
+        ]
+        output = method(*args, **kwargs)
+        if names := [plain_name(name) for name, p, version in whole if p._version != version]:
+            raise StepError(
+                f"{method.__name__}() writes to {first_few(names, 4)}, which are gathered copies while it runs: the writes would "
+                "be lost. Write to the parameters outside of the methods that compute with a batch, or use ddp or zero1."
+            )
+        return output
 
     def autocast_outside(self, job: Job) -> AbstractContextManager[object]:
         """As around the forward pass, in whose dtype weights are gathered; nothing inside of one."""
@@ -220,6 +237,11 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _public_methods(module):
             module.__dict__[name] = passes[0].around(method, job)
+
+
+def _has_tensors(argument: Any) -> bool:
+    values = argument if isinstance(argument, (list, tuple)) else (argument,)
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _public_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from atorch_ns import auto_accelerate, checkpoint
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import Result
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
@@ -308,6 +308,35 @@ def _dtype_of_a_dict(strategy: str) -> torch.dtype:
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_a_method_of_a_dict_runs_under_autocast_as_one_of_tensors(strategy: str) -> None:
     assert run_ranks(_dtype_of_a_dict, 2, args=(strategy,), timeout_s=60) == [torch.bfloat16] * 2
+
+
+class Saved(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, 2))  # of the root: it is gathered while methods run
+
+    def save(self, path: str, weights: dict[str, torch.Tensor]) -> str:
+        return path
+
+    def write(self, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.scale.fill_(float(x.mean()))
+
+
+def _save_and_write() -> str:
+    result = accelerated(Saved(), ["fsdp"])
+    if dist.get_rank() == 0:
+        assert result.model.save("here", {"x": X}) == "here"
+    try:
+        result.model.write(X)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_saves_alone_and_a_write_that_would_be_lost_is_refused() -> None:
+    for text in run_ranks(_save_and_write, 2, timeout_s=60):
+        assert "write() writes to scale" in text
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "tensor"])

@@ -52,8 +52,25 @@ def test_another_optimizer_on_16_bit_weights_is_said() -> None:
         weight.grad, full.grad = torch.ones_like(weight), torch.ones(2)
         optimizer.step()
         torch.optim.SGD([full]).step()
+        weight.grad = torch.ones_like(weight)
         with pytest.raises(UserWarning, match="a SGD not created by auto_accelerate updates 16-bit weights"):
             torch.optim.SGD([weight]).step()
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight]).step()  # said once
+
+
+def test_an_optimizer_around_another_rounds_nothing() -> None:
+    class Around(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            optimizer.step()
+
+    weight = _weight(1.0, torch.bfloat16)
+    masters = MasterWeights([weight])
+    optimizer = StepOptimizer(torch.optim.SGD(masters.groups([{"params": [weight]}])), masters=masters)
+    weight.grad = torch.ones_like(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Around([weight]).step()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -370,5 +370,7 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
     ratio = context.parts.recomputed_share(plan)
     for s, share in enumerate(recomputed_shares(plan, context.trace.segments)):
         seconds = rate.latency_s + context.output_bytes(s) / rate.bytes_per_s
-        each.append(share / plan.recomputation.chunk * 2 * seconds)  # there and back
+        count = context.trace.segments[s].count
+        chunks = np.ceil(share * count / plan.recomputation.chunk)
+        each.append(chunks / count * 2 * seconds)  # there and back
     return np.asarray((1.0 if ratio is None else ratio) * context.micro_batches * context.parts.total(each))

@@ -13,7 +13,7 @@ from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from atorch_ns.capture.user_code import nested_codes
@@ -51,6 +51,12 @@ class MasterWeights:
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that the optimizer updates for ``parameter``."""
         return self._masters.get(parameter, parameter)
+
+    def is_rounded(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is narrower than its master, and was written since the masters were rounded into it."""
+        master = self._masters.get(parameter)
+        is_narrow = master is not None and master.dtype != parameter.dtype
+        return is_narrow and self._marks.get(parameter) != _version_mark(parameter)
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """``(parameter, master)`` of every parameter that has one."""
@@ -223,13 +229,13 @@ class StepOptimizer(torch.optim.Optimizer):
         self._scaled_versions: dict[torch.Tensor, tuple[int, int, int]] = {}
         # Mixed: some have no scale. Late: a pass after preparing. Cleared: zeros that zero_grad has left.
         self._is_mixed = self._is_late = self._is_cleared = self._is_in_hooks = False
+        self._has_warned = False
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if scaler is not None:
             scaler.at_backward = self._begin_backward
-        if scaler is not None or masters is not None:
-            check = WeakMethod(self._check_other)  # torch's global hooks outlive this object
-            handle = register_optimizer_step_pre_hook(lambda *args: (method := check()) and method(*args))
-            finalize(self, handle.remove)
+            self._look_at_steps(register_optimizer_step_pre_hook, self._refuse_other)
+        if masters is not None:
+            self._look_at_steps(register_optimizer_step_post_hook, self._warn_of_other)
 
     def prepare_gradients(self) -> None:
         """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
@@ -280,14 +286,24 @@ class StepOptimizer(torch.optim.Optimizer):
         self._note_gradients()
         self._is_mixed = is_mixed  # changes of the block count as scaled
 
-    def _check_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _look_at_steps(self, register: Callable[[Any], RemovableHandle], look: Callable[..., None]) -> None:
+        method = WeakMethod(look)  # torch's global hooks outlive this object
+        finalize(self, register(lambda *args: (call := method()) and call(*args)).remove)
+
+    def _warn_of_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert self.masters is not None
         updated = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.masters is not None and any(self.masters.master_of(p).dtype != p.dtype for p in updated):
-            warnings.warn(  # once, by Python's filter
+        # One that calls this optimizer's step has let the masters write last.
+        if not self._has_warned and any(map(self.masters.is_rounded, updated)):
+            self._has_warned = True
+            warnings.warn(
                 f"a {type(optimizer).__name__} not created by auto_accelerate updates 16-bit weights: its updates are rounded, and "
                 "the fp32 copies take over what is rounded. Let result.optim update them (optim_func, with groups).",
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    def _refuse_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p in self._scaled_versions for p in updated):
             raise StepError(
                 f"a {type(optimizer).__name__} not created by auto_accelerate would update parameters whose gradients have the "

@@ -161,7 +161,7 @@ class Execution:
         keeping: a context in which forward passes keep the activations that would be recomputed.
         kept: stages whose forward passes run in it.
         idle: micro-batches that leave the stages' buffers as they are.
-        whole_backward: whether gradients of inputs and of weights are computed together.
+        whole_backward: whether gradients of weights are computed with those of inputs, when these are due.
         timeline: the actions with their times.
         losses: the losses of the micro-batches, on the rank of the last stage.
     """

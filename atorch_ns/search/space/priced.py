@@ -110,7 +110,8 @@ def price_rows(
 
     Where a template leaves it open, gradients are reduced after every micro-batch in rows that take more than
     ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch
-    are made: maybe none. There are at most ``max_micro_batches``, unless the user fixed a larger number.
+    are made: maybe none. A row has ``max_micro_batches`` at most, unless the user fixed
+    a larger number or a pipeline needs more.
     """
     templates, options = template_set.distinct, axis_options(choices)
     maker = _RowMaker(choices, options, profile, workload, max_micro_batches, cluster.local_world_size)

@@ -253,8 +253,8 @@ def _search_notes(
         if selection.num_slower:
             than = f" than {seconds_text(slowest)}" if slowest is not None else ""
             others.append(f"{selection.num_slower} fit but were predicted slower{than} before any trial")
-        if selection.num_too_large:
-            others.append(f"{selection.num_too_large} do not fit")
+        if num_too_large := selection.num_too_large - len(selection.too_large):
+            others.append(f"{num_too_large} do not fit")
         rest = f" Of the others, {' and '.join(others)}." if others else ""
         notes.append(f"{len(rows)} strategies were priced, and the best {count} are candidates.{rest}")
     if templates.num_left_out:

@@ -284,7 +284,7 @@ class _Completion:
         """The methods of a strategy, in order.
 
         Raises:
-            StrategyError: if two of them cannot stand together.
+            StrategyError: if two of them cannot be combined.
         """
         roles = {role for item in methods for role in item.method.roles(item.config)}
         missing = tuple(item for item in self.added if not roles.intersection(item.method.roles(item.config)))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.sharding.rank_context import Gather, RankRandomness, Region, TensorGroup
 
 
@@ -109,7 +109,13 @@ class _BlockHooks:
             self.random = None
         if not self.last or output is None:  # None: the pass failed
             return None
-        hidden = tensors_of(output)[0]  # it comes first
+        # Hidden states come first among tensors that have the dimension: a loss of a router has none.
+        least = self.dim + 1 if self.dim >= 0 else -self.dim
+        hidden = next((tensor for tensor in tensors_of(output) if tensor.dim() >= least), None)
+        if hidden is None:
+            raise StepError(
+                f"the last block returned {type(output).__name__} without a tensor of hidden states."
+            )
         whole = self.group.gather(hidden, self.dim)
         return map_tensors(lambda tensor: whole if tensor is hidden else tensor, output)
 

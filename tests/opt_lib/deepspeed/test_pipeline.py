@@ -44,9 +44,20 @@ PLAIN = [
         [_trained(3, 4).t(), _trained(2, dtype=torch.bfloat16), _trained(2, dtype=torch.float16)],
         [_trained()],
         [_trained(2, 3, dtype=torch.complex64)],
+        [_trained(3, 5), _trained(4, dtype=torch.complex64)],
         [_trained(2, dtype=torch.complex64).conj(), _trained(3), PLAIN[5].conj(), PLAIN[5].conj().imag],
     ],
-    ids=["one", "nothing trains", "one and others", "several", "dtypes", "a number", "complex", "conjugates"],
+    ids=[
+        "one",
+        "nothing trains",
+        "one and others",
+        "several",
+        "dtypes",
+        "a number",
+        "complex",
+        "odd",
+        "conjugates",
+    ],
 )
 def test_round_trip(sent: list[Tensor]) -> None:
     wire = _arrived(pack(sent))
