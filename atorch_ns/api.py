@@ -203,7 +203,7 @@ def auto_accelerate(
 def _choose_strategy(
     inputs: Inputs, cluster: Cluster, request: SearchRequest
 ) -> tuple[Resolved, SearchOutcome | None]:
-    """The strategy to apply: the given one, or the one that a search finds."""
+    """Returns the given strategy, or the one found by a search."""
     registry = load_registry()
 
     def read() -> tuple[Strategy | None, SearchSettings]:
@@ -230,7 +230,7 @@ def _choose_strategy(
 
 
 def _numeric_note(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: SearchOutcome | None) -> str:
-    """What a comparison of the divided model with one process found; empty where none is due."""
+    """Result of comparing the divided model with one process, or an empty text if no comparison is needed."""
     if all(resolved.plan.size(axis) == 1 for axis in MODEL_AXES) or (outcome and outcome.numerics_passed):
         return ""
     from atorch_ns.numerics.division import check_division  # which most jobs do without
@@ -255,7 +255,7 @@ def _save_strategy(
 
 
 def _search_provenance(outcome: SearchOutcome) -> dict[str, Any]:
-    """What the strategy's file says about the search that found it."""
+    """Origin of a searched strategy for its file."""
     row = outcome.winner
     assert row is not None
     record: dict[str, Any] = {

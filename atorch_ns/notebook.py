@@ -32,7 +32,7 @@ def run(
     matter what the notebook has done with a GPU or with threads. The function, and classes of the
     notebook that it refers to, are sent by value; large data is better read inside ``fn``.
 
-    What rank 0 prints appears in the cell while it runs. An interrupt (the Stop button) ends all processes.
+    Output of rank 0 appears in the cell while it runs. An interrupt (the Stop button) ends all processes.
     Once one has failed, the others have ten seconds to end.
 
     Args:
@@ -42,7 +42,7 @@ def run(
         timeout_s: seconds after which all processes are ended; ``None`` for no limit.
 
     Returns:
-        What ``fn`` returned on rank 0. CPU tensors and plain values travel best.
+        The result of ``fn`` on rank 0. CPU tensors and plain values travel best.
 
     Raises:
         InputError: if an argument makes no sense, or ``fn`` cannot be sent to the processes.
@@ -85,7 +85,7 @@ def _check_arguments(fn: object, args: object, nproc: object, timeout_s: object)
 
 
 def _run_ranks(folder: Path, nproc: int, timeout_s: float | None) -> list[RankEnd]:
-    """Runs the workers to their end, and meanwhile copies to ``sys.stdout`` what rank 0 prints."""
+    """Runs the workers to their end, and copies output of rank 0 to ``sys.stdout`` meanwhile."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
 
     def show(*, last: bool = False) -> None:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Of Linux's prctl.h."""
+"""Constant from Linux's prctl.h."""
 
 
 @functools.cache
 def table_rows(path: Path) -> tuple[Mapping[str, str], ...]:
-    """The lines of a table in CSV, by column."""
+    """The rows of a CSV table, by column."""
     with path.open(encoding="utf-8", newline="") as file:
         return tuple(csv.DictReader(file))
 
@@ -61,7 +61,7 @@ def num_usable_cores() -> int:
 
 
 def redirect_output(path: Path) -> None:
-    """Appends this process's output, C libraries' too, to a file; streams that were replaced stay."""
+    """Appends this process's output, including that of C libraries, to a file. Replaced streams stay."""
     with path.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -73,7 +73,7 @@ def arm_stack_dumps(limit_s: float, file: int = 2) -> None:
     """Writes all threads' stacks on SIGUSR1 and on a crash, and ends this process after ``limit_s`` seconds.
 
     Args:
-        limit_s: seconds after which whoever started the process no longer waits for it.
+        limit_s: seconds after which the parent no longer waits for the process.
         file: descriptor that takes stacks on SIGUSR1 and at the end; a crash writes to the standard error.
     """
     faulthandler.enable(file=2)
@@ -101,9 +101,9 @@ def parent_tie() -> Callable[[], None]:
 
 
 def kill_group(pid: int) -> None:
-    """Kills the process group that ``pid`` leads, if a process is left in it.
+    """Kills the process group led by ``pid``, if a process is left in it.
 
-    Its number cannot be anybody else's as long as one is left.
+    The group id cannot be reused while a process is left.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -15,13 +15,13 @@ from typing import Final
 
 _MOST_MATCHES: Final = 3
 _AS_CLOSE: Final = 0.08
-"""Below the best ratio of similarity by no more than this: as good a match."""
+"""Largest distance below the best similarity ratio at which a match is equally good."""
 
 
 def near_matches(name: str, known: Iterable[str]) -> list[str]:
-    """The known names most like ``name``, upper or lower case alike; at most three, the nearest first.
+    """The known names most similar to ``name``, ignoring case. At most three, nearest first.
 
-    Only those that are nearly as close as the best: ``"H100-80G"`` means one device, not every one with 80.
+    Only names nearly as close as the best: ``"H100-80G"`` means one device, not every one with 80.
 
     Example:
         >>> near_matches("H100-80G", ["H100-80GB", "A100-80GB"])
@@ -49,12 +49,12 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str
 
 
 def with_period(text: str) -> str:
-    """The text with one full stop, for messages of others that may bring their own."""
+    """The text with one full stop, for messages that may already end with one."""
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def clipped(text: str, num_chars: int) -> str:
-    """The text, ended by ``...`` where it has more than ``num_chars`` characters."""
+    """The text, cut and ended by ``...`` if it has more than ``num_chars`` characters."""
     return text if len(text) <= num_chars else f"{text[: num_chars - 3]}..."
 
 
@@ -74,7 +74,7 @@ def error_text(error: BaseException, max_characters: int | None = None) -> str:
 
     Args:
         error: the exception.
-        max_characters: length from which on the message is cut.
+        max_characters: length above which the message is cut.
     """
     name, text = type(error).__name__, str(error).strip()
     if max_characters is not None:
@@ -132,7 +132,7 @@ def bytes_text(num_bytes: float | None) -> str:
 
 
 def range_text(value: float, interval: tuple[float, float], text: Callable[[float], str]) -> str:
-    """The interval of a figure, without a unit where that is the figure's: ``"2.60–3.50"``; empty for none.
+    """The interval of a figure, without a unit if it equals the figure's: ``"2.60–3.50"``; empty for none.
 
     Example:
         >>> range_text(2.9, (2.6, 3.5), seconds_text), range_text(0.98, (0.9, 1.2), seconds_text)
@@ -198,7 +198,7 @@ def factor_text(factor: float) -> str:
 
 
 def compared_text(speedup: float | None, other: str = "") -> str:
-    """How a step compares with another one, as a factor that is never below one.
+    """Comparison of a step with another one, as a factor that is never below one.
 
     Args:
         speedup: the other's time over this one's.
@@ -248,13 +248,13 @@ def _format_scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """An exception's innermost frame outside this package, its methods, torch and the standard library."""
+    """The innermost frame of an exception outside this package, its methods, torch and standard library."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame for frame in reversed(frames) if not is_library(frame.filename)), None)
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file belongs to this package, its methods, torch or the standard library."""
+    """Returns whether a source file belongs to this package, its methods, torch or the standard library."""
     in_stdlib = file.startswith(sysconfig.get_paths()["stdlib"] + os.sep) and "site-packages" not in file
     ours = Path(__file__).parent
     torch = importlib.util.find_spec("torch")

@@ -37,7 +37,7 @@ def unmatched_problem(
 
 
 def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | None) -> list[Problem]:
-    """The problem of a model without repeated blocks if ``key`` is unset; ``purpose`` is such as "to run"."""
+    """The problem of a model without repeated blocks if ``key`` is unset. ``purpose`` is like "to run"."""
     if profile is None or profile.blocks:
         return []
     return [

@@ -53,7 +53,7 @@ def plan(plan: Plan) -> Plan:
 
 
 def shard_optimizer(job: Job, method: str) -> None:
-    """OSS under whatever averages the gradients."""
+    """Uses OSS with any method that averages the gradients."""
     job.optimizer.make = partial(_sharded_optimizer, job)
     job.optimizer.takes_frozen = False
     job.make_states = _STATES
@@ -135,7 +135,7 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
 
 
 def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
-    """Checks that every data rank holds a part of the trainable parameters; collective."""
+    """Checks that every data rank holds a part of the trainable parameters. Collective."""
     assert job.mesh is not None
     size = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     # Each rank's gradients decide about its loss scale, so a rank without any cannot take part.
@@ -171,7 +171,7 @@ class _ReducedGradients:
     def pausing(
         self, no_sync: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """The wrapper's ``no_sync``, of which this object takes note."""
+        """The wrapper's ``no_sync``. This object records its use."""
 
         @contextmanager
         def skip() -> Iterator[None]:

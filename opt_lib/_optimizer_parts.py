@@ -17,7 +17,7 @@ from atorch_ns.torch_compat import send_parts
 
 
 class _CheckpointHint:
-    """Goes before an optimizer's class; says what saves the states that its ranks have in parts."""
+    """Mixin of optimizer classes. Its error names the function that saves states divided over ranks."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The optimizer's own, by its arguments, if it has been put together on this rank.
@@ -38,7 +38,7 @@ class _CheckpointHint:
         return state
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's optimizer has beside this, as ``train`` and ``eval`` of schedule-free ones."""
+        """Other attributes of the user's optimizer, such as ``train`` and ``eval`` of schedule-free ones."""
         # ``self.optim`` would call this method again before it is set.
         inner = self.__dict__.get("optim")
         if inner is None or name.startswith("__"):
@@ -49,7 +49,7 @@ class _CheckpointHint:
 
 
 def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the user's and sends the weights that it writes; collective if it does."""
+    """Calls a method of the user's optimizer and sends the weights it writes. Collective if it writes any."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     # torch counts writes in place: no collective is needed where there were none.
     before = [parameter._version for parameter in parameters]
@@ -115,7 +115,7 @@ def _refuse_changed_groups(optimizer: Any, *_: Any) -> None:
 def norm_of_parts(
     parts: Iterable[torch.Tensor], norm_type: float, *, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all parts on all ranks of ``group`` as if they were one vector; collective.
+    """The norm of all parts on all ranks of ``group`` as if they were one vector. Collective.
 
     Args:
         parts: this rank's parts; may be none.
@@ -147,7 +147,7 @@ def clip_parts(
     device: torch.device,
     remote_parts: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scales all parts so that their norm is at most ``max_norm``; collective.
+    """Scales all parts so that their norm is at most ``max_norm``. Collective.
 
     Args:
         parts, norm_type, group, device: the arguments of :func:`norm_of_parts`.

@@ -15,7 +15,7 @@ from atorch_ns.torch_compat import leave_uncompiled
 
 
 def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``function(module, *args, **kwargs)``, with what it saves for the backward pass in pinned host memory.
+    """Makes ``function(module, *args, **kwargs)`` save tensors for backward in pinned host memory.
 
     A recomputed module saves only its positional inputs. Copies do not overlap computation; a CPU needs none.
     """
@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it is a statistic of a batch or instance norm: their kernels skip version counters."""
+        """True for a statistic of a batch or instance norm, whose kernels skip version counters."""
         return bool(getattr(self.owner, "track_running_stats", False))
 
 
@@ -66,7 +66,7 @@ class BufferSafeRecompute:
         self._was_compared = False  # whether a pass in training has been compared by values
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What ``module`` gives for these arguments."""
+        """Returns the result of ``module`` for these arguments."""
         if torch.compiler.is_compiling():
             # After a graph break a frame with an open handler is skipped: the call comes again, uncompiled.
             try:
@@ -93,7 +93,7 @@ class BufferSafeRecompute:
 
     @contextmanager
     def watch(self, training: bool) -> Iterator[dict[_Place, Tensor]]:
-        """What the buffers that a forward pass writes were before it; filled when it is through."""
+        """Collects the values before a forward pass of the buffers it writes. Filled when it ends."""
         before: dict[_Place, Tensor] = {}
         _save_buffers(self._written, before)
         places = list(self._watched or ())
@@ -151,7 +151,7 @@ class _Passes:
 
 @contextmanager
 def _in_place_of(before: dict[_Place, Tensor]) -> Iterator[None]:
-    """Copies of ``before`` stand where the buffers are; the buffers themselves come back, untouched."""
+    """Replaces the buffers by copies of ``before`` inside, and restores the untouched buffers."""
     buffers = {slot: slot.buffer for slot in before}
     try:
         for slot, value in before.items():
@@ -180,7 +180,7 @@ def _buffer_version(buffer: Tensor | None) -> int | None:
 
 
 def _has_changed(now: Tensor | None, before: Tensor | None) -> bool:
-    """Whether values changed without a new version: written through ``.data``, or by a user's kernel."""
+    """Returns whether values changed without a new version, as through ``.data`` or a user's kernel."""
     if before is None or type(now) is not Tensor or now.is_meta or now.layout != torch.strided:
         return False
     return now.shape == before.shape and not torch.equal(now, before)

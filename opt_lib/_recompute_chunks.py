@@ -15,7 +15,7 @@ from atorch_ns.text import with_article
 
 
 class _Together(nn.Module):
-    """Blocks one after the other, each with the result of the one before, else the first's arguments."""
+    """Runs blocks in sequence. Each gets the previous result, and the first gets the arguments."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Chunk:
         return len(self._together.blocks)
 
     def part(self, block: nn.Module) -> Callable[..., Any]:
-        """What is called as ``call(block, *args, **kwargs)`` in the place of one more block."""
+        """Adds a block and returns the function ``call(block, *args, **kwargs)`` that replaces it."""
         self._together.blocks.append(block)
         return self._start_chunk if len(self) == 1 else self._go_on
 

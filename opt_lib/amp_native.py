@@ -94,7 +94,7 @@ class AmpNative(Method[AmpNativeConfig]):
         job.precision.loss_scaling = config.loss_scaling
 
     def explain(self, config: AmpNativeConfig, cluster: Cluster) -> str:
-        """What the dtype means for scaling."""
+        """Explains the effect of the dtype on loss scaling."""
         if config.dtype == "float16":
             return f"autocast in fp16 with {config.scale_words}; ranks skip bad steps together"
         suffix = "; steps with bad gradients are skipped" if config.skip_if_nonfinite else ""

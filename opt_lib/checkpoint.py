@@ -215,7 +215,7 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
 
 
 def _writes_out_attention(profile: Profile) -> bool:
-    """Whether attention keeps its scores [..., T, T], which fused kernels do not."""
+    """Returns whether attention keeps its scores [..., T, T]. Fused kernels do not."""
     segments = () if profile.trace is None else profile.trace.segments
     names = {each.name for segment in segments for cost in segment.costs.values() for each in cost.operators}
     return "aten._softmax" in names and not any("scaled_dot_product" in name for name in names)

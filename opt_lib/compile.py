@@ -79,7 +79,7 @@ class CompileWatch:
                 self._record_compilation(graphs, start)
 
     def summary(self) -> str:
-        """What was counted, in words: ``"1 graph, 0 graph breaks, 0 recompiles"``, with reasons."""
+        """The counts in words: ``"1 graph, 0 graph breaks, 0 recompiles"``, with reasons."""
         if not self.num_calls:
             return "nothing compiled yet: blocks are compiled at their first call"
         text = (
@@ -161,7 +161,7 @@ class Compile(Method[CompileConfig]):
     Config = CompileConfig
 
     def unavailable(self, config: CompileConfig, cluster: Cluster) -> str | None:
-        """What inductor needs here and does not find."""
+        """The requirement of inductor that is missing here."""
         return _missing_requirement(cluster.device_type) if config.backend == "inductor" else None
 
     def notices(self, config: CompileConfig, cluster: Cluster) -> Iterable[str]:
@@ -181,7 +181,7 @@ class Compile(Method[CompileConfig]):
         return replace(plan, compiled=True, compiler=config.backend)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[CompileConfig]:
-        """Where inductor works: on GPUs, and on CPUs where there is a C++ compiler."""
+        """The default where inductor works: on GPUs, and on CPUs with a C++ compiler."""
         if _missing_requirement(cluster.device_type) is None:
             yield CompileConfig()
 
@@ -246,7 +246,7 @@ def _forget_earlier_graphs() -> None:
 
 
 def _missing_requirement(device_type: str) -> str | None:
-    """What inductor needs on this machine and does not find; ``None`` if all is there."""
+    """Returns the requirement of inductor that this machine lacks; ``None`` if it lacks none."""
     if device_type == "cpu":
         if _find_compiler("CXX", "g++", "clang++") is not None:
             return None

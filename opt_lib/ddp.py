@@ -81,7 +81,7 @@ class DdpConfig(MethodConfig):
 
     @property
     def torch_reduces(self) -> bool:
-        """Whether DistributedDataParallel averages gradients, by name or by an argument of its own."""
+        """True if DistributedDataParallel averages gradients, chosen by name or by its own argument."""
         arguments = (
             self.find_unused_parameters is not None,
             self.static_graph,
@@ -128,7 +128,7 @@ class Ddp(Method[DdpConfig]):
         return (DdpConfig(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: DdpConfig) -> None:
-        """Wraps the model; collective."""
+        """Wraps the model. Collective."""
         assert job.mesh is not None
         job.place()
         if config.sync_batchnorm:
@@ -243,7 +243,7 @@ def _call_method(
 
 
 class _Unreached:
-    """Lets DDP's averages end where a backward pass misses parameters; collective, as they are."""
+    """Lets DDP's averages finish if a backward pass misses parameters. Collective, as they are."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
@@ -254,7 +254,7 @@ class _Unreached:
         model.register_forward_hook(self._watch_outputs)
 
     def text(self) -> str:
-        """What is known by now, for the report."""
+        """The findings so far, for the report."""
         what = "parameters that some step has not used, and whose gradients are none then: "
         return what + first_few(list(self._idle_names)) if self._idle_names else ""
 
@@ -335,7 +335,7 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
 
 
 def _replicate_parts(job: Job, method: str) -> None:
-    """Averages gradients over the data ranks that hold the same part; collective."""
+    """Averages gradients over the data ranks that hold the same part. Collective."""
     assert job.mesh is not None
     if job.num_data_ranks > 1:
         require_dense_gradients(job.module, method)

@@ -112,7 +112,7 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
     needs_process_group = True
 
     def expand(self, config: Ds3dParallelConfig, others: Plan, cluster: Cluster) -> Expansion | None:
-        """What is left of it where the pipeline has one rank: ZeRO by DeepSpeed, and micro-batches."""
+        """Expands to ZeRO by DeepSpeed and micro-batches if the pipeline has one rank."""
         if dict(others.axes).get("pipeline") != 1:
             return None
         steps: list[tuple[str, Any]] = [("zero1", {"use_ds_zero": True})] if config.zero_stage else []
@@ -145,7 +145,7 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
         )
 
     def apply(self, job: Job, config: Ds3dParallelConfig) -> None:
-        """Cuts the model and leaves the rest to the engine; collective."""
+        """Cuts the model and leaves the rest to the engine. Collective."""
         pipeline = PipelineParallelConfig(
             num_micro_batches=config.num_micro_batches,
             split_method=config.split_method,

@@ -81,7 +81,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         return plan.changed(expert={"modules": config.experts})
 
     def apply(self, job: Job, config: ExpertParallelConfig) -> None:
-        """Divides the experts; collective."""
+        """Divides the experts. Collective."""
         assert job.mesh is not None
         degree = job.mesh.size("expert")
         if degree == 1:
@@ -105,7 +105,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
 
 
 def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[UnfitExperts]]:
-    """What is to be divided on this rank, and what looks like experts and stays whole."""
+    """The experts to divide on this rank, and modules that look like experts but stay whole."""
     assert job.mesh is not None
     layers, unfit = find_experts(job.module, config.experts)
     modules = {module for root in job.roots for module in root.modules()}  # of this rank's stages

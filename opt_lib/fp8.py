@@ -138,7 +138,7 @@ class Fp8(Method[Fp8Config]):
         return ()
 
     def apply(self, job: Job, config: Fp8Config) -> None:
-        """Replaces the linears; collective, so that no rank goes on where another cannot."""
+        """Replaces the linears. Collective, so that no rank goes on where another cannot."""
         job.cluster.agree(lambda: self._replace_linears(job, config), what="replacing linears by fp8")
 
     def _replace_linears(self, job: Job, config: Fp8Config) -> None:

@@ -65,7 +65,7 @@ class Fsdp(Method[FsdpConfig]):
         return config.following(plan)
 
     def apply(self, job: Job, config: FsdpConfig) -> None:
-        """Shards the model; collective."""
+        """Shards the model. Collective."""
         if config.sync_batchnorm:  # before sharding: it may exchange modules
             synchronise_batch_norms(job)
         shard(job, self.name, config)

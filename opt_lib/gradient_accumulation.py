@@ -60,5 +60,5 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
         job.step.num_micro_batches = config.num_micro_batches
 
     def explain(self, config: GradientAccumulationConfig, cluster: Cluster) -> str:
-        """What a step does."""
+        """Describes a training step."""
         return f"train_step computes each rank's batch in {config.num_micro_batches} part(s)"

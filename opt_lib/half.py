@@ -47,7 +47,7 @@ class HalfConfig(LossScalingConfig):
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the optimizer updates fp32 copies."""
+        """True if the optimizer updates fp32 copies."""
         return self.dtype == "float16" if self.master_weights is None else self.master_weights
 
 
@@ -90,7 +90,7 @@ class Half(Method[HalfConfig]):
             job.precision.loss_scaling = config.loss_scaling
 
     def explain(self, config: HalfConfig, cluster: Cluster) -> str:
-        """What the dtype means for the optimizer."""
+        """Explains the effect of the dtype on the optimizer."""
         masters = "fp32 master weights" if config.keeps_masters else "no master weights"
         scale = f", {config.scale_words}" if config.dtype == "float16" else ""
         return f"weights and activations in {config.dtype}, {masters}{scale}; the loss is computed in fp32"

@@ -120,11 +120,11 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         return model
 
     def carry(self) -> Mapping[str, ClassPair]:
-        """What users registered."""
+        """The pairs that users registered."""
         return registered_pairs()
 
     def restore(self, carried: Mapping[str, ClassPair]) -> None:
-        """Registers it in this process."""
+        """Registers the carried pairs in this process."""
         set_registered_pairs(carried)
 
     def apply(self, job: Job, config: ModuleReplaceConfig) -> None:
@@ -155,7 +155,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
 
 
 class _Row(NamedTuple):
-    """What one replacement did."""
+    """The result of one replacement."""
 
     name: str
     text: str  # words of the report; for a replacement that was left out, the reason

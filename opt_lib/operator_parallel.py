@@ -87,7 +87,7 @@ class OperatorParallelConfig(MethodConfig):
 
 
 class _Planned(NamedTuple):
-    """What one rank decides for all."""
+    """The decisions that one rank makes for all."""
 
     plan: OperatorPlan
     run: OperatorPlan  # the same, with tied parameters under the names of units of a pipeline too
@@ -129,7 +129,7 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             yield OperatorParallelConfig()
 
     def apply(self, job: Job, config: OperatorParallelConfig) -> None:
-        """Plans, divides the parameters in place and lets the model run by its divided graph; collective."""
+        """Plans, divides the parameters in place and lets the model run by its divided graph. Collective."""
         assert job.mesh is not None
         if job.mesh.size("tensor") == 1:
             job.explain(self.name, "the tensor axis has one rank, so nothing is divided")

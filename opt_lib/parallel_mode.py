@@ -88,7 +88,7 @@ class ParallelMode(Method[ParallelModeConfig]):
             yield Need("gradient_sync", f"{ranks} ranks see different data and must agree on gradients")
 
     def check(self, config: ParallelModeConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
-        """Where the model is divided, groups must list their ranks in ascending order.
+        """Groups must list their ranks in ascending order if the model is divided.
 
         torch numbers a group's ranks by rank, a mesh by place: in another order the two would differ.
         """
@@ -128,7 +128,7 @@ class ParallelMode(Method[ParallelModeConfig]):
             yield ParallelModeConfig(axes=axes)
 
     def apply(self, job: Job, config: ParallelModeConfig) -> None:
-        """Makes the mesh; collective."""
+        """Makes the mesh. Collective."""
         job.mesh = Mesh(config.axes, device_type=job.cluster.device_type, rank_order=config.rank_order)
 
     def explain(self, config: ParallelModeConfig, cluster: Cluster) -> str:

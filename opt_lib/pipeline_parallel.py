@@ -66,7 +66,7 @@ class PipelineParallel(Method[PipelineParallelConfig]):
                 yield PipelineParallelConfig(schedule=schedule)
 
     def apply(self, job: Job, config: PipelineParallelConfig) -> None:
-        """Cuts the model; collective."""
+        """Cuts the model. Collective."""
         assert job.mesh is not None
         if job.mesh.size("pipeline") == 1:
             job.explain(self.name, "nothing is cut: parallel_mode has no axis pipeline")

@@ -102,7 +102,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             yield SequenceParallelConfig(kind="ring")
 
     def apply(self, job: Job, config: SequenceParallelConfig) -> None:
-        """Surrounds the blocks; collective."""
+        """Surrounds the blocks. Collective."""
         assert job.mesh is not None
         if job.mesh.size("sequence") == 1:
             job.explain(self.name, "nothing is divided: parallel_mode has no axis sequence")
@@ -165,7 +165,7 @@ def _send_pieces(job: Job, group: dist.ProcessGroup, dim: int) -> None:
 def _join_early(
     job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, *, why: str
 ) -> str:
-    """Joins blocks by a pass of two samples; collective. Returns why the first batch has to do it, or ""."""
+    """Joins blocks by a pass of two samples. Returns why the first batch must do it, or "". Collective."""
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:
         return f"the model is not on {job.device.type} yet"

@@ -57,7 +57,7 @@ class TensorParallel(Method[TensorParallelConfig]):
     refuses_by = ("compiled",)  # which a loss on parts may rest on
 
     def plan(self, plan: Plan, config: TensorParallelConfig) -> Plan:
-        """Whether the residual stream is divided too, and the logits in the loss."""
+        """Notes whether the residual stream and the logits in the loss are divided too."""
         return plan.changed(
             tensor={
                 "sequence": config.sequence,
@@ -67,7 +67,7 @@ class TensorParallel(Method[TensorParallelConfig]):
         )
 
     def check_plan(self, config: TensorParallelConfig, plan: Plan, cluster: Cluster) -> list[Problem]:
-        """What asynchronous exchanges need."""
+        """Checks the requirements of asynchronous exchanges."""
         if not config.asynchronous or plan.size("tensor") == 1:
             return []
         return [
@@ -87,7 +87,7 @@ class TensorParallel(Method[TensorParallelConfig]):
             yield TensorParallelConfig(sequence=True)
 
     def apply(self, job: Job, config: TensorParallelConfig) -> None:
-        """Chooses a plan, tests it and divides the layers in place; collective."""
+        """Chooses a plan, tests it and divides the layers in place. Collective."""
         assert job.mesh is not None
         if job.mesh.size("tensor") == 1:
             job.explain(self.name, "the tensor axis has one rank, so nothing is divided")

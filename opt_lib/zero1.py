@@ -61,7 +61,7 @@ class Zero1Config(MethodConfig):
 
     @property
     def deepspeed(self) -> bool:
-        """Whether DeepSpeed shards the optimizer."""
+        """True if DeepSpeed shards the optimizer."""
         return self.use_ds_zero or self.backend == "deepspeed"
 
 

@@ -84,7 +84,7 @@ class Zero2(Method[Zero2Config]):
         return config.following(plan)
 
     def apply(self, job: Job, config: Zero2Config) -> None:
-        """Shards through the chosen backend; collective."""
+        """Shards through the chosen backend. Collective."""
         if config.sync_batchnorm:  # before sharding: it may exchange modules
             synchronise_batch_norms(job)
         if config.use_ds_zero:

@@ -23,9 +23,9 @@ from atorch_ns.strategy import Strategy, canonical_text
 
 
 def dry_run(result: Result) -> torch.Tensor:
-    """Runs the first batch forward and backward without stepping; collective.
+    """Runs the first batch forward and backward without stepping. Collective.
 
-    Weights, buffers, data position, optimizer and the caller's random states are as before.
+    Weights, buffers, data position, optimizer and the caller's random states are restored.
 
     Returns:
         The loss, 0-d.
@@ -52,20 +52,20 @@ def dry_run(result: Result) -> torch.Tensor:
 
 
 def apply_strategy(inputs: Inputs, cluster: Cluster, resolution: Resolved) -> Result:
-    """Applies a strategy to the user's objects; collective where there is a process group.
+    """Applies a strategy to the user's objects. Collective if there is a process group.
 
     The caller's random states are restored. The model is changed in place where methods do so.
 
     Raises:
-        AtorchError: what a method or a user's function found wrong; on all ranks, where the failure of one
-            can be seen before ranks communicate.
+        AtorchError: an error found by a method or a user's function. Raised on all ranks if the failure of
+            one can be detected before ranks communicate.
     """
     with random_states_kept(torch.device(cluster.device)), gradients_kept(inputs.model):
         return _apply_methods(inputs, cluster, resolution)
 
 
 def _apply_methods(inputs: Inputs, cluster: Cluster, resolution: Resolved) -> Result:
-    # For values that all ranks draw alike; torch's own of a script that sets none is any number of 64 bits.
+    # For values drawn equally by all ranks. torch's own seed, if a script sets none, is any 64-bit number.
     seed, name = cluster.from_first((torch.initial_seed() % 2**63, uuid.uuid4().hex))
     job = cluster.agree(
         lambda: Job.start(inputs, cluster, resolution.plan, seed=seed, name=name),
@@ -77,7 +77,7 @@ def _apply_methods(inputs: Inputs, cluster: Cluster, resolution: Resolved) -> Re
             job.keep_structure()
         try:
             item.method.apply(job, item.config)
-        except AtorchError as error:  # a search asks who would refuse again
+        except AtorchError as error:  # a search records the refusing method
             error.refused_by = item.method.name
             raise
     cluster.agree(lambda: census.check(job), what="looking for what the strategy would break")
@@ -95,15 +95,15 @@ def resolve_alike(
     check: Callable[[Resolved], None] | None = None,
     trains: bool = True,
 ) -> Resolved:
-    """The strategy for this cluster: checked as far as one rank can, then compared over all ranks.
+    """Resolves the strategy for this cluster, checks it on each rank, then compares it over all ranks.
 
     Args:
-        inputs: the user's objects, which are checked too.
-        check: raises for what the front end cannot use.
-        trains: whether methods may ask for something to train.
+        inputs: the user's objects, which are also checked.
+        check: raises for inputs that the front end cannot use.
+        trains: whether methods may require something to train.
 
     Raises:
-        AtorchError: on all ranks, if one refuses, or they were not given the same.
+        AtorchError: on all ranks, if one refuses, or they received different inputs.
     """
 
     def read() -> Resolved:
@@ -129,13 +129,13 @@ def make_job(
     report: Callable[[Result], Any] | None = None,
     takes_late_hooks: bool = True,
 ) -> Result:
-    """The job of a strategy that :func:`resolve_alike` gave; collective.
+    """Applies a strategy from :func:`resolve_alike`. Collective.
 
     Args:
         notes: sentences for the report.
-        report: makes ``result.report``; ``None`` for what was applied.
-        takes_late_hooks: whether gradient hooks may be registered after the call; nothing would call them
-            where gradients wait for an order to be summed.
+        report: creates ``result.report``; ``None`` for the report of applied methods.
+        takes_late_hooks: whether gradient hooks may be registered after the call. Nothing would call them
+            if gradients are only summed on request.
     """
     result = apply_strategy(inputs, cluster, resolution)
     if takes_late_hooks:

@@ -27,10 +27,10 @@ MakeReport = Callable[[Job, int], Report]
 
 
 def build(job: Job, make_report: MakeReport) -> Result:
-    """Makes optimizer, data loader, loss function and step.
+    """Builds optimizer, data loader, loss function and step.
 
     Raises:
-        InputError: if one of the user's functions does not give what it should.
+        InputError: if one of the user's functions returns an unusable value.
     """
     if not job.placed and job.optimizer.take_over is None:  # such a backend places the model itself
         job.place()  # first: the optimizer is made of parameters that have their memory
@@ -75,17 +75,17 @@ def _build_scaler(job: Job) -> LossScaler | None:
 
 
 def _agree_over_model_axes(job: Job) -> None:
-    """What ranks that hold parts of one model must do alike."""
+    """Sets up equal data and random states on ranks that hold parts of one model."""
     if job.gradients.sums:
         job.gradients.sums.watch(job.module)
-        if not job.parts.stages:  # which no loop of the user's calls
+        if not job.parts.stages:  # the user's loop does not call a pipeline
             job.gradients.follow_passes(job.module)
     if job.mesh is not None and job.mesh.divides_model:
         job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
         job.step.same_batch = SameBatch(job.mesh)
         if not job.parts.stages:  # a pipeline seeds every unit's call itself, and is run by train_step alone
             job.step.randomness.attach([job.module])
-            SameBatch(job.mesh).attach(job.module)  # a loop of one's own may call it otherwise
+            SameBatch(job.mesh).attach(job.module)  # a custom loop may call it with different samples
 
 
 def _wrap_forward(job: Job) -> None:
@@ -125,7 +125,7 @@ def _build_loss(job: Job) -> LossFunction | None:
     if job.inputs.loss_func is None:
         return None
     loss_func = job.inputs.loss_func
-    if not job.step.divides_outputs:  # else a part of a batch has other parts of the outputs
+    if not job.step.divides_outputs:  # otherwise a part of a batch has other parts of the outputs
         is_mean = job.inputs.weight_func is None and job.inputs.loss_reduction == "mean"
         job.step.mean_check = check = MeanCheck(job.device, None if is_mean and job.num_data_ranks > 1 else 0)
         job.explain(MODEL, lambda: check.finding)
@@ -139,7 +139,7 @@ def _build_loss(job: Job) -> LossFunction | None:
 
 
 def _no_loss(batch: Any, output: Any) -> torch.Tensor:
-    """For a pipeline that only infers."""
+    """The missing loss of a pipeline that only infers."""
     return torch.zeros(())
 
 
@@ -155,7 +155,7 @@ def _build_scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
 
 
 def report_applied(resolution: Resolved, job: Job, bytes_per_rank: int) -> Report:
-    """What was applied of a strategy, and why."""
+    """Report of the applied methods of a strategy, and the reasons."""
     rows = []
     steps = {step.name: step for step in resolution.strategy}
     for item in resolution.chosen:

@@ -25,13 +25,13 @@ _STANDS_FOR = "_stands_for_classes"  # the attribute that stand_for sets
 def select_modules(
     model: nn.Module, selectors: Iterable[str], *, outermost: bool = False
 ) -> list[NamedModule]:
-    """The modules that any selector matches, in the order of ``model.named_modules()``, the root excluded.
+    """The modules that match any selector, in the order of ``model.named_modules()``, without the root.
 
     Args:
         model: the model to search. A wrapped module is matched by its inner module; the wrapper is returned.
         selectors: class names (``"LlamaDecoderLayer"``), qualified class names, or dotted paths, which may
             hold ``*`` (``"layers.*"``). A base class selects its subclasses.
-        outermost: whether to leave out modules inside a selected one.
+        outermost: whether to leave out modules inside a selected module.
     """
     patterns = tuple(selectors)
     modules: list[NamedModule] = []
@@ -60,9 +60,9 @@ def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """Names of a module's class and its bases below ``nn.Module``: bare, qualified, with Python module.
+    """Names of a module's class and its bases below ``nn.Module``: bare, qualified and full.
 
-    They include those of a module that it replaces (:func:`stand_for`).
+    The names of a module that it replaces (:func:`stand_for`) are included.
     """
     names: set[str] = set(vars(module).get(_STANDS_FOR, ()))
     for kind in type(module).__mro__:
@@ -93,27 +93,27 @@ _VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 
 
 def num_heads(model: nn.Module) -> int:
-    """Attention heads of a layer, by the model's config or its modules' attributes; 0 if neither has them."""
+    """Attention heads of a layer, from the model's config or its modules' attributes; 0 if unknown."""
     return _first_positive_int(_iter_setting_owners(model), _HEADS)
 
 
 def num_key_value_heads(model: nn.Module) -> int:
-    """Heads of keys and values; as many as of queries where the model has no other number."""
+    """Number of key and value heads; the number of query heads if the model has no other."""
     return _first_positive_int(_iter_setting_owners(model), _KEY_VALUE_HEADS) or num_heads(model)
 
 
 def num_experts(model: nn.Module) -> int:
-    """Experts of a layer, from the model's config or its modules' attributes; 0 if neither has them."""
+    """Experts of a layer, from the model's config or its modules' attributes; 0 if unknown."""
     return _first_positive_int(_iter_setting_owners(model), _EXPERTS)
 
 
 def experts_per_token(model: nn.Module) -> int:
-    """Experts that compute each token; 1 where the model has no number, 0 without experts."""
+    """Number of experts per token; 1 if the model does not say, 0 without experts."""
     return (_first_positive_int(_iter_setting_owners(model), _PER_TOKEN) or 1) if num_experts(model) else 0
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Rows of the token embedding: by the config, else of the largest ``nn.Embedding``; 0 without one."""
+    """Rows of the token embedding, from the config or the largest ``nn.Embedding``; 0 without one."""
     embeddings = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
     return _first_positive_int(_iter_configs(model), _VOCABULARY) or max(embeddings, default=0)
 
@@ -238,7 +238,7 @@ class NamedModule(NamedTuple):
 
 
 def repeated_blocks(model: nn.Module) -> list[NamedModule]:
-    """The outermost modules that the model repeats, in its order: layers of a transformer, of a deep MLP.
+    """The outermost repeated modules of a model in order, such as the layers of a transformer or deep MLP.
 
     A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
     children are of one class, or of classes made from one, have parameters and can be called. All its
@@ -332,14 +332,14 @@ def call_hooks(
     prepend: bool = False,
     always: bool = False,
 ) -> Iterator[None]:
-    """Follows the calls of modules inside the block.
+    """Calls functions before and after the calls of modules in the ``with`` block.
 
     Args:
-        modules: each with its key.
+        modules: pairs of a key and a module.
         before: called as ``(key, module, args, kwargs)`` before a module's forward pass.
         after: called as ``(key, module, args, output)`` after it.
         prepend: whether ``before`` runs before other hooks, which may cast inputs.
-        always: whether ``after`` runs after a forward pass that failed too, with ``None`` for its output.
+        always: whether ``after`` also runs after a failed forward pass, with ``None`` as output.
     """
     handles: list[Any] = []
     for key, module in modules:

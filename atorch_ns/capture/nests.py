@@ -25,7 +25,7 @@ _Children = tuple[Sequence[tuple[Any, Any]], Callable[[Sequence[Any]], Any]]
 
 
 def never(_: Any) -> bool:
-    """False: the default of ``is_leaf``, by which every container is entered."""
+    """Returns False: the default ``is_leaf``, which enters every container."""
     return False
 
 
@@ -82,7 +82,7 @@ def floats_to(nest: Any, dtype: torch.dtype) -> Any:
 
 
 def tensors_of(nest: Any) -> list[torch.Tensor]:
-    """The tensors of a nest, in order; one in several places is repeated."""
+    """The tensors of a nest, in order. A tensor in several places is repeated."""
     tensors: list[torch.Tensor] = []
     _collect_tensors(nest, tensors)
     return tensors
@@ -109,7 +109,7 @@ def resized_shape(
     """A tensor's shape with B in dim 0 and T in later dims replaced; unchanged without B in dim 0.
 
     Args:
-        sizes, new_sizes: (B, T) of its batch, and those in their place.
+        sizes, new_sizes: (B, T) of its batch, and the new (B, T).
     """
     (num_samples, num_tokens), (new_samples, new_tokens) = sizes, new_sizes
     if not shape or shape[0] != num_samples:
@@ -119,7 +119,7 @@ def resized_shape(
 
 
 def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` with each dim cut or repeated to the sizes of ``shape``; memory of its own."""
+    """A copy of ``tensor`` with each dim cut or repeated to the sizes of ``shape``."""
     for dim, size in enumerate(shape):
         if size != tensor.shape[dim]:
             tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
@@ -127,7 +127,7 @@ def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def resized_batch(batch: Any, sizes: tuple[int, int], new_sizes: tuple[int, int]) -> Any:
-    """A copy of a batch of (B, T) that is cut or repeated to others."""
+    """A copy of a batch of (B, T), cut or repeated to new sizes."""
     return map_tensors(
         lambda tensor: resized(tensor, resized_shape(tuple(tensor.shape), sizes, new_sizes)), batch
     )
@@ -150,12 +150,12 @@ def batch_sizes(data: Any) -> frozenset[int]:
 
 
 def can_move(value: Any) -> bool:
-    """Whether it can be moved to a device."""
+    """Whether the value can be moved to a device."""
     return not isinstance(value, type) and callable(getattr(value, "to", None))
 
 
 def is_unsplittable(value: Any) -> bool:
-    """Whether it holds data for a device in a form of its own, such as a packed sequence."""
+    """Whether the value holds device data in a special form, such as a packed sequence."""
     return can_move(value) and not isinstance(value, (torch.Tensor, Mapping))
 
 
@@ -171,14 +171,14 @@ _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype
 
 
 def can_be_written(value: Any) -> bool:
-    """Whether a call may change an argument that is no tensor: a list, a dictionary, a cache object."""
+    """Whether a call may change a non-tensor argument, such as a list, dictionary or cache object."""
     if isinstance(value, tuple):
         return any(map(can_be_written, value))
     return not (isinstance(value, _PLAIN) or callable(value))
 
 
 def copied_state(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of an argument down to its tensors, which are shared; functions and modules are shared too."""
+    """A deep copy of an argument that shares tensors, functions and modules."""
     memo = {} if memo is None else memo
     if not can_be_written(value):
         return value
@@ -219,7 +219,7 @@ def _collect_tensors(nest: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _open_container(nest: Any) -> _Children | None:
-    """Items of a container by key, and a function that rebuilds it of others; ``None`` for a leaf."""
+    """Items of a container by key, and a function that rebuilds it from others; ``None`` for a leaf."""
     if isinstance(nest, torch.Tensor):
         return None
     if isinstance(nest, Mapping):

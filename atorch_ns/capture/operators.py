@@ -34,7 +34,7 @@ METADATA: frozenset[Any] = frozenset(
     | {getattr(torch.Tensor, name) for name in _QUESTIONS}
     | {torch.is_floating_point, torch.is_complex, torch.numel}
 )
-"""Functions that describe a tensor, and read none of its values."""
+"""Functions that describe a tensor without reading its values."""
 
 
 @functools.cache
@@ -67,7 +67,7 @@ _BESIDE_ATTENTION = (
 
 
 def is_saved(saved: tuple[str, ...] | str, operator: str, number: int) -> bool:
-    """Whether selective recomputation keeps what a call of an operator gives.
+    """Whether selective recomputation keeps the results of an operator's call.
 
     ``every_second_product`` is torchtitan's per-operator recomputation. It keeps a block's first, third, …
     product with weights, fused attention, functional collectives, and maxima, from which fp8 has its scales.
@@ -78,7 +78,7 @@ def is_saved(saved: tuple[str, ...] | str, operator: str, number: int) -> bool:
     Args:
         saved: the rule, or names of operators, with or without their overload.
         operator: the name, as ``aten.mm``.
-        number: how many products with weights ran before it in the block.
+        number: number of products with weights that ran before it in the block.
     """
     if saved == "every_second_product":
         if operator in WEIGHT_PRODUCTS:

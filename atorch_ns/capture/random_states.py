@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-"""Modules that in training compute with statistics of what they are given."""
+"""Modules that use statistics of their inputs in training."""
 
 
 def seed_all(seed: int) -> None:
@@ -154,7 +154,7 @@ def turn_off_caches(model: nn.Module, *, always: bool = False) -> list[Removable
 
 @contextmanager
 def caches_off(model: nn.Module, *, always: bool = False) -> Iterator[None]:
-    """:func:`turn_off_caches` inside the block, for copies of the model that are made there too."""
+    """Runs :func:`turn_off_caches` inside the block, also for copies of the model made there."""
     handles = turn_off_caches(model, always=always)
     try:
         yield

@@ -16,13 +16,13 @@ from atorch_ns.capture.nests import unique_tensors_of
 
 @dataclass(frozen=True)
 class Container:
-    """A list of blocks of which some are kept.
+    """A shortened list of blocks.
 
     Attributes:
         path: path of the ``ModuleList`` or ``Sequential``.
         blocks: paths of all its blocks, in order.
         kept: positions of the blocks that are kept.
-        stands_for: representative of each block, as a position in ``kept``.
+        stands_for: position in ``kept`` of each block's representative.
         kinds: fingerprints of the blocks that are kept.
         counters: attributes that hold a block's position, as dotted paths below the block.
     """

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def imported(name: str) -> ModuleType:
-    """The module of a dotted name; an existing one if its file was imported under another name.
+    """Imports a module by its dotted name, or returns it if its file was imported under another name.
 
     Raises:
-        ModuleNotFoundError: if there is none.
+        ModuleNotFoundError: if there is no such module.
         Exception: whatever the module raises while it is executed.
     """
     if name in sys.modules:
@@ -40,7 +40,7 @@ def imported(name: str) -> ModuleType:
 
 
 def imported_file(path: Path) -> ModuleType:
-    """The module of a file, executed once in this process.
+    """Imports the module of a file, which is executed once per process.
 
     Other files import it by its name: ``pkg.mod`` inside a package, else the file's stem. Its folder is
     searched for modules last. If the stem means another module, such as ``json``, it gets a unique name.
@@ -194,10 +194,10 @@ def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
 
 
 def load_sample(name: str) -> Any:
-    """The batch, or what the function returns.
+    """Loads the batch, calling it if it is a function.
 
     Raises:
-        InputError: if the function fails, or what it returns is not a batch or has no samples.
+        InputError: if the function fails, or its result is not a batch or has no samples.
     """
     sample = load_object(name, option="--sample")
     if callable(sample):
@@ -290,7 +290,7 @@ def _import_user_module(target: str, option: str) -> ModuleType:
 
 
 def nested_codes(code: CodeType | None) -> list[CodeType]:
-    """The code of a function, if it has any, and of those that are defined in it."""
+    """The code of a function, if it has any, and of the functions defined in it."""
     codes = [] if code is None else [code]
     for parent in codes:  # codes grows while it is walked
         codes += [constant for constant in parent.co_consts if isinstance(constant, CodeType)]

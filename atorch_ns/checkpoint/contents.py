@@ -43,7 +43,7 @@ _PYTHON_VERSION = 3  # format of Python's random states
 
 
 def capture_rng(device: torch.device, shared: SharedRandomness | None = None) -> dict[str, torch.Tensor]:
-    """Every random state of this rank, by kind: ``cuda`` on a GPU alone, ``shared`` if ranks share states."""
+    """All random states of this rank by kind: ``cuda`` only on a GPU, ``shared`` if ranks share states."""
     _, words, gauss = random.getstate()  # version, words and position, a second normal draw
     _, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     states = {
@@ -166,7 +166,7 @@ def read_contents(
 
 
 def with_all_ranks(contents: Contents, job: Job) -> Contents:
-    """``contents`` with all ranks' optimizer values and random-state digests in the manifest; collective."""
+    """Adds all ranks' optimizer values and random-state digests to the manifest. Collective."""
     if not job.cluster.distributed:
         return contents
     manifest = contents.manifest
@@ -180,7 +180,7 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
 
 
 def held_by_stages(job: Job, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
-    """Records of all stages' tensors, or of this rank's without a pipeline; collective over the stages."""
+    """Records of all stages' tensors, or of this rank's without a pipeline. Collective over the stages."""
     records = {
         name: record
         for stage in on_all_stages(job, tensor_records(tensors))

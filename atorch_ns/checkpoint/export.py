@@ -27,7 +27,7 @@ class Unmatched(NamedTuple):
 
 
 def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
-    """All parameters and persistent buffers, whole, as the plain model's ``state_dict()``; collective.
+    """All parameters and persistent buffers, whole, as the plain model's ``state_dict()``. Collective.
 
     Weights are fp32 where the job has fp32 masters. Tied parameters stand under each name and share memory.
 
@@ -52,7 +52,7 @@ def _other_names(job: Job) -> dict[str, list[str]]:
 def whole_tensors(
     result: Result, *, everywhere: bool = False, buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Like :func:`export_state_dict`, with tied parameters under their first name only; collective.
+    """Like :func:`export_state_dict`, with tied parameters under their first name only. Collective.
 
     Args:
         result: result of ``auto_accelerate``.
@@ -113,7 +113,7 @@ def _from_stage(
 def import_state_dict(
     result: Result, state_dict: Mapping[str, torch.Tensor], strict: bool = True
 ) -> Unmatched:
-    """Loads the weights and buffers of ``state_dict`` into the model; collective.
+    """Loads the weights and buffers of ``state_dict`` into the model. Collective.
 
     The optimizer's states, if it has any, are not changed. A tied parameter needs one of its names.
 

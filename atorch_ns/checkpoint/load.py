@@ -24,7 +24,7 @@ log = logging.getLogger("atorch_ns")
 
 
 def load(path: str | PathLike[str], result: Result, *, data_position: bool = True) -> dict[str, Any]:
-    """Loads a checkpoint, so that ``result`` continues where it was saved; collective.
+    """Loads a checkpoint, so that ``result`` continues where it was saved. Collective.
 
     The strategy and the number of ranks may differ from those of the save. Everything is checked before
     anything is changed, the contents of files too, which the ranks of a machine share. The error of a later
@@ -117,7 +117,7 @@ def _check_content(source: Source, cluster: Cluster) -> None:
 
 
 def resume(path: str | PathLike[str], result: Result, *, data_position: bool = True) -> dict[str, Any] | None:
-    """:func:`load` of the latest checkpoint below ``path``, if there is one; collective.
+    """Calls :func:`load` on the latest checkpoint below ``path``, if there is one. Collective.
 
     For scripts that may be restarted at any moment, on any number of ranks: rank 0 decides for all.
 
@@ -127,7 +127,7 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
         data_position: the argument of ``load``.
 
     Returns:
-        What ``load`` returns, or ``None`` if there is no complete checkpoint.
+        The result of ``load``, or ``None`` if there is no complete checkpoint.
 
     Raises:
         CheckpointError: as ``load`` does, and for a path to a file or to what cannot be read.

@@ -70,10 +70,10 @@ def merge(
 
 
 def unmerge(document: Mapping[str, Any], folder: Path) -> None:
-    """Writes what :func:`merge` has written as a checkpoint again, for any number of ranks; in one process.
+    """Turns a file of :func:`merge` into a checkpoint again, for any number of ranks. Runs in one process.
 
     Args:
-        document: what ``torch.load`` gives.
+        document: the result of ``torch.load``.
         folder: an empty folder.
 
     Raises:

@@ -25,7 +25,7 @@ _CONFIG = "config.json"
 
 
 def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
-    """Writes the weights so that ``from_pretrained(folder)`` of transformers reads them; collective.
+    """Writes the weights so that ``from_pretrained(folder)`` of transformers reads them. Collective.
 
     ``model.safetensors`` holds every parameter and persistent buffer, whole; a tied parameter once, under its
     first name. If the model has a ``config`` of transformers, ``config.json`` is written with the dtype
@@ -59,7 +59,7 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
 
 
 def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool = True) -> Unmatched:
-    """Reads weights from a folder of ``*.safetensors``, in one file or several with an index; collective.
+    """Reads weights from a folder of ``*.safetensors``, in one file or several with an index. Collective.
 
     Only rank 0 reads, tensor by tensor.
 

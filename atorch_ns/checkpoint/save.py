@@ -110,7 +110,7 @@ def save(
     position: Mapping[str, int] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
-    """Saves everything that a run needs to continue, as ``path/step-N``; collective.
+    """Saves everything that a run needs to continue, as ``path/step-N``. Collective.
 
     Saved are the weights (fp32 where the job has fp32 masters) and persistent buffers, the optimizer's states
     and hyperparameters, the scheduler, the loss scaler, every rank's random states, the position in the data
@@ -205,7 +205,7 @@ def _write_checkpoint(folder: Path, contents: Contents, job: Job, group: dist.Pr
 
 
 def _record_written_files(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    # Each rank reads back what it has written; collective over the group.
+    # Each rank reads its own files back. Collective over the group.
     cluster = job.cluster
     records = cluster.agree(
         lambda: record_files(folder, cluster.rank), what="reading what was written", group=group

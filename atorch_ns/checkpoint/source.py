@@ -207,7 +207,7 @@ class Source:
 
     @classmethod
     def open(cls, folder: Path, result: Result, *, data_position: bool) -> Source:
-        """Checks everything and allocates the tensors to fill; nothing of ``result`` is changed."""
+        """Checks everything and allocates the tensors to fill. ``result`` does not change."""
         manifest = Manifest.read(folder)
         records = manifest.files or {}
         check_files(folder, records, [INDEX])  # before it is unpickled
@@ -242,7 +242,7 @@ class Source:
         return replace(source, files=files)
 
     def read(self, *, distributed: bool) -> None:
-        """Fills all tensors; collective."""
+        """Fills all tensors. Collective."""
         read_tensors(
             self._target_tensors(), self.folder, distributed=distributed, whole_chunks=self._whole_chunks()
         )
@@ -274,7 +274,7 @@ class Source:
         return frozenset(f"{STATE}{name}.{entry}" for name in self.blank for entry in self.blank[name])
 
     def restore(self) -> None:
-        """Sets the states of the job from the tensors read; collective for some strategies."""
+        """Sets the states of the job from the tensors read. Collective for some strategies."""
         manifest, result = self.manifest, self.result
         self.states.set_weights(self.weights)
         for path, child in result.job.module.named_modules():

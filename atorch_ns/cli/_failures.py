@@ -56,7 +56,7 @@ def _find_script_position(arguments: Sequence[str], position: int) -> int:
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether a command's arguments contain ``--json``; those of a launched script do not count."""
+    """Returns whether a command's arguments contain ``--json``; those of a launched script do not count."""
     verb = next((argument for argument in arguments if not argument.startswith("-")), None)
     return verb != "launch" and "--json" in arguments
 

@@ -35,7 +35,7 @@ def on_ranks(
     as_json: bool = False,
     patient: bool = False,
 ) -> dict[str, Any]:
-    """Starts ``nproc`` ranks for the work and returns what rank 0 found.
+    """Starts ``nproc`` ranks for the work and returns rank 0's answer.
 
     A rank's failure ends the command with its message and exit code. A signal ends it with 128 + its number.
 

@@ -40,14 +40,14 @@ class ModelOptions(NamedTuple):
 
 
 class PlanningInputs(NamedTuple):
-    """What :class:`ModelOptions` name, read.
+    """Inputs read from :class:`ModelOptions`.
 
     Attributes:
         options: the options.
-        cluster: what is planned for.
-        profile: that of a file; ``None`` where the model is to be profiled.
-        model: the model, a sample of its data, and how it is given that.
-        loss, optimizer: those named.
+        cluster: the cluster to plan for.
+        profile: profile from a file; ``None`` where the model is to be profiled.
+        model: the model, a sample of its data, and the format in which it takes the sample.
+        loss, optimizer: the named loss and optimizer.
     """
 
     options: ModelOptions
@@ -59,10 +59,10 @@ class PlanningInputs(NamedTuple):
 
 
 def all_or_problems(*actions: Callable[[], Any]) -> list[Any]:
-    """The result of each action.
+    """Runs each action and returns the results.
 
     Raises:
-        AtorchError: of the one that refuses; of several, an InputError with all their messages.
+        AtorchError: the error of the one that refuses; for several, an InputError with all their messages.
     """
     results, refusals = [], []
     for action in actions:
@@ -115,7 +115,7 @@ def make_cluster(spec: str | None) -> Cluster:
 
 
 def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
-    """The model, the sample, and how the one is given the other.
+    """Makes the model, the sample, and the format in which the model takes it.
 
     Raises:
         InputError: if options are missing or cannot be used; with all of them.
@@ -144,7 +144,7 @@ def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
 
 
 def read_inputs(options: ModelOptions) -> PlanningInputs:
-    """What options name: the cluster, and the model with its training or a profile of it.
+    """Reads the inputs that options name: the cluster, and the model with its training or a profile of it.
 
     Raises:
         InputError: if options are missing or cannot be used; with all of them.

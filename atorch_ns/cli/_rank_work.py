@@ -61,7 +61,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Searches, and writes the requested files on rank 0; collective.
+    """Searches, and writes the requested files on rank 0. Collective.
 
     Raises:
         KeyboardInterrupt: if Ctrl-C ended the search before anything was measured.
@@ -108,7 +108,7 @@ def _read_constraints(constraints: list[Any]) -> list[Any] | None:
 
 
 def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares the strategy with one process; collective."""
+    """Compares the strategy with one process. Collective."""
     from atorch_ns.cluster import Cluster, join_process_group
     from atorch_ns.job import Inputs
     from atorch_ns.method import load_registry
@@ -124,7 +124,7 @@ def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs a script as it is, and records what each update of its jobs leaves.
+    """Runs a script as it is, and records the state after each update of its jobs.
 
     Raises:
         InputError: if it has no job, or is not there.
@@ -162,7 +162,7 @@ def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Measures devices and links; collective. Rank 0 gets the file's content and comparisons with the table.
+    """Measures devices and links. Rank 0 gets the file's content and comparisons with the table. Collective.
 
     ``check`` refuses, on rank 0, problems that would show too late after the measurement; then all ranks end.
     """

@@ -87,7 +87,7 @@ def search(
     result = on_ranks("search", request, nproc=nproc, as_json=as_json, patient=True)
     if as_json:
         typer.echo(result["report"], nl=False)
-    else:  # why it was chosen stands at the end of what was said while the search ran
+    else:  # the progress output of the search ends with the reason for the choice
         typer.echo(result["strategy"])
     for what, path in (("strategy", save), ("report", report), ("trials", history)):
         if path is not None:

@@ -23,10 +23,10 @@ T = TypeVar("T")
 _LOST_CONNECTION = re.compile(
     r"no longer answers|gloo/|closed by peer|reset by peer|Broken pipe|NCCL|ncclRemoteError"
 )
-"""Of :func:`_translate_lost_connection`, of gloo, and of NCCL."""
+"""Error texts of :func:`_translate_lost_connection`, gloo and NCCL."""
 
-_FAIL_TOGETHER_S = 10.0  # a failed rank that goes on waits so long for the others to have failed as well
-_TURNS_BACK = 6  # most blocks that begin between a failure and the next exchange: the phases of a step
+_FAIL_TOGETHER_S = 10.0  # how long a failed rank that goes on waits for the others to fail
+_TURNS_BACK = 6  # most blocks between a failure and the next exchange, the phases of a step
 
 
 def agree(
@@ -74,16 +74,16 @@ def agree(
 
 @contextmanager
 def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -> Iterator[None]:
-    """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
+    """Tells the other ranks why this one fails in code that communicates. All ranks enter the block.
 
-    A rank that waits in a collective loses its connection when a failed rank's process ends; it then raises
+    A rank that waits in a collective loses its connection when a failed rank's process ends. It then raises
     that rank's reason. The block itself communicates nothing. A failed rank that catches its error and lives
     on keeps the others waiting: gloo cannot end another process's wait. See :class:`SharedBlocks`.
 
     Args:
         what: name of the code, for the message.
         distributed: whether there is a process group.
-        turn: how often this rank has entered such a block, equal on all ranks; counted here by default.
+        turn: number of such blocks that this rank has entered, equal on all ranks. Counted here by default.
 
     Raises:
         RankError: if this rank has lost the connection to another one.
@@ -111,7 +111,7 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
             others = [rank for rank in range(dist.get_world_size()) if rank != this_rank]
             # A rank that failed after the last exchange of a block is noticed in a later one of that name.
             for past_turn in range(turn, turn - _TURNS_BACK, -1):
-                if store.check([key(past_turn, this_rank)]):  # this rank too, and all went on
+                if store.check([key(past_turn, this_rank)]):  # this rank failed too, and all went on
                     break
                 failures = failures or {
                     rank: store.get(key(past_turn, rank)).decode()
@@ -134,7 +134,7 @@ def _failure_key(what: str, turn: int, rank: int) -> str:
 
 
 class SharedBlocks:
-    """Blocks of one name that all ranks enter in turn, each by :func:`sharing_failures` and its arguments.
+    """Blocks of one name that all ranks enter in sequence through :func:`sharing_failures`.
 
     A rank that failed, caught its error and lives on is refused the next block unless all ranks failed: the
     others may still wait for it in the block where it failed.
@@ -191,7 +191,7 @@ class SharedBlocks:
 
 
 def or_refusal(action: Callable[[], T]) -> T | InputError:
-    """The result of ``action``, or its refusal as a value to exchange: without frames, which hold tensors."""
+    """The result of ``action`` or its error as a value to exchange. It drops frames, which hold tensors."""
     try:
         return action()
     except InputError as refusal:
@@ -206,14 +206,14 @@ def _failed_elsewhere(what: str, failures: Mapping[int, str]) -> RankError:
 
 
 def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
-    """Checks that all ranks hold the same texts, by one collective.
+    """Checks with one collective that all ranks hold the same texts.
 
     Args:
-        values: texts of this rank, by the name that the message gives each.
+        values: texts of this rank, by their name in the message.
         distributed: whether there is a process group.
 
     Raises:
-        RankError: on every rank, naming what differs and who holds which.
+        RankError: on every rank, with the differing texts and the ranks that hold them.
     """
     if not distributed:
         return
@@ -235,10 +235,10 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
 
 
 def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup | None = None) -> T:
-    """The value of a group's first rank, on each of its ranks; collective. Other ranks may pass ``None``.
+    """Returns the value of a group's first rank on all its ranks. Others may pass ``None``. Collective.
 
     Raises:
-        InputError: on every rank, if it does not pickle, or cannot be made again from that.
+        InputError: on every rank, if the value cannot be pickled or unpickled.
     """
     if not distributed:
         return cast("T", value)
@@ -264,7 +264,7 @@ def _pickle_value(value: object) -> tuple[bytes, str]:
 
 
 def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks of a group, by rank; collective. They must pickle."""
+    """Returns the values of all ranks of a group, by rank. They must pickle. Collective."""
     if not distributed:
         return [value]
     import torch.distributed as dist
@@ -298,7 +298,7 @@ def send_nest(nest: Any, *, group: Any, target: int, device: Any) -> None:
 
     tensors = [tensor.contiguous() for tensor in tensors_of(nest)]
     places = iter(range(len(tensors)))
-    # Each place in the nest holds its number among the tensors, in a form that no value of the user's has.
+    # A tensor's place in the nest holds its index, in a type that no user value has.
     structure = map_tensors(lambda _: _Place(next(places)), nest)
     message = [(structure, [(tensor.shape, tensor.dtype) for tensor in tensors])]
     dist.send_object_list(message, group=group, group_dst=target, device=device)
@@ -307,7 +307,7 @@ def send_nest(nest: Any, *, group: Any, target: int, device: Any) -> None:
 
 
 def receive_nest(*, group: Any, source: int, device: Any) -> Any:
-    """What a rank of a group sends with :func:`send_nest`, on ``device``."""
+    """Receives a nest sent with :func:`send_nest` and puts it on ``device``."""
     import torch
     import torch.distributed as dist
 

@@ -45,7 +45,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         hardware: the figures that estimates use.
-        table: what the table says of the device and its links; ``None`` where it lacks the device.
+        table: the table's figures for the device and its links; ``None`` if it lacks the device.
         seconds: median seconds of every probe on the slowest rank, by name (a link's begins with the level).
         sizes: ranks of each level's groups.
     """
@@ -59,10 +59,10 @@ class Measurement(NamedTuple):
 def calibrate(
     cluster: Cluster, *, group: dist.ProcessGroup | None = None, seconds: float = _DEFAULT_SECONDS
 ) -> Hardware:
-    """Measures devices and links; collective over ``group``, and all its ranks return equal figures.
+    """Measures devices and links. All ranks of ``group`` return equal figures. Collective over ``group``.
 
     All ranks compute at the same time, as they do in training, so ranks that share cores or memory get what
-    is left to each. Every figure is measured in several rounds; its median on the slowest rank counts. A
+    is left to each. Every figure is the slowest rank's median over several rounds. A
     third of ``seconds`` is usually enough.
 
     Args:
@@ -80,11 +80,11 @@ def measure(
     thorough: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Measurement:
-    """:func:`calibrate`, with what was timed.
+    """Runs :func:`calibrate` and also returns the timings.
 
     Args:
-        thorough: whether to time sends, and products and attention by size, too, while ``seconds`` last.
-        say: takes a line of progress now and then.
+        thorough: whether to also time sends, and products and attention by size, while ``seconds`` last.
+        say: called with a progress line now and then.
     """
     import torch.distributed as dist
 
@@ -121,7 +121,7 @@ def _source_text(cluster: Cluster, device: str) -> str:
 
 
 def rounded(value: T, kind: Any) -> T:
-    """The value, of a type that pydantic reads, with floats of four digits: more than a measurement has."""
+    """The value in a type that pydantic reads. Floats keep four digits, more than a measurement has."""
     from pydantic import TypeAdapter
 
     adapter = TypeAdapter(kind)
@@ -157,7 +157,7 @@ def _assumed_hardware(cluster: Cluster) -> Hardware:
 def _link_groups(
     cluster: Cluster, group: dist.ProcessGroup | None, *, together: bool
 ) -> Iterator[dict[str, dist.ProcessGroup]]:
-    """The groups to measure links in, by the field of :class:`Hardware` that each is for."""
+    """The groups that measure links, by field of :class:`Hardware`."""
     import torch.distributed as dist
 
     if not together or dist.get_world_size(group) == 1:
@@ -183,7 +183,7 @@ def _link_groups(
 
 
 class _Rounds(NamedTuple):
-    """Limits of a measurement: its seconds, which hold once there are three rounds, and its rounds."""
+    """Limits of a measurement in seconds and rounds. The seconds apply only after three rounds."""
 
     seconds: float
     most: int
@@ -245,7 +245,7 @@ def _measured_device(base: Device, speed: ComputeSpeed, times: Mapping[str, floa
 
 
 def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, float]:
-    """Median ratios of measured rates of fused attention to the device's, by pass and dtype."""
+    """Median ratio of measured to device rates of fused attention, by pass and dtype."""
     shares: dict[str, list[float]] = {}
     for name, seconds in times.items():
         what, *rest = name.split("/")

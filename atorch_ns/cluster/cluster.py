@@ -35,7 +35,7 @@ CPU_FIGURES: Final = {
     "memory_bytes_per_s": SourcedFigure(8e9, "assumed, per core: two channels of DDR4-3200 among six cores"),
     "launch_s": SourcedFigure(5e-6, "assumed: host time of one eager operator with autograd"),
 }
-"""What a core is taken to do until :func:`~atorch_ns.cluster.calibrate` measures it."""
+"""Assumed speed of a core until :func:`~atorch_ns.cluster.calibrate` measures it."""
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -63,7 +63,7 @@ def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
 def cpu_hardware(num_ranks: int, memory_bytes: int | None = None) -> Hardware:
     """CPU ranks that talk by gloo."""
     gloo, device = LINKS["gloo"].link("gloo"), cpu_device(num_ranks, memory_bytes)
-    # A copy reads and writes each byte, and the cores that copy compute nothing meanwhile.
+    # A copy reads and writes each byte. The copying cores compute nothing meanwhile.
     to_host = Link(
         name="memory", rate=Rate(device.launch_s, device.memory_bytes_per_s / 2), overlap=0.0, source="a copy"
     )
@@ -71,16 +71,16 @@ def cpu_hardware(num_ranks: int, memory_bytes: int | None = None) -> Hardware:
 
 
 def machine_memory_bytes() -> int:
-    """Memory that all processes here may use: the machine's, or less where a cgroup limits it."""
+    """Memory that all processes here may use. A cgroup can limit it below the machine's memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_read_limit(path) for path in cgroup_files("memory.max", "memory.limit_in_bytes")]
     return min([machine, *(limit for limit in limits if limit is not None)])
 
 
 def cgroup_files(name: str, name_v1: str) -> list[Path]:
-    """Candidates of the files of this process's memory cgroups, in version 2 and version 1.
+    """Candidate files of this process's memory cgroups, in versions 2 and 1.
 
-    Inside a container the own group is usually mounted as the root.
+    Inside a container the process's own group is usually mounted as the root.
 
     Args:
         name, name_v1: names of the file in versions 2 and 1.
@@ -115,7 +115,7 @@ OPTIONAL_PACKAGES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The setting of a job, as one rank sees it. Made by :meth:`detect`, or by hand for planning and tests.
+    """The environment of a job as a rank sees it. Made by :meth:`detect`, or by hand for planning and tests.
 
     Attributes:
         world_size: number of processes.
@@ -130,7 +130,7 @@ class Cluster:
         capability: CUDA compute capability, ``None`` on CPU.
         packages: version of each optional package that is installed.
         torch: version of torch.
-        hardware: how fast devices and links are; ``None`` until somebody asks the table or measures.
+        hardware: speeds of devices and links; ``None`` until read from the table or measured.
     """
 
     world_size: int = 1
@@ -165,7 +165,7 @@ class Cluster:
 
     @property
     def alone(self) -> Cluster:
-        """The cluster of this process without the others: the same device, and no group."""
+        """A cluster of this process alone, with the same device and no group."""
         return replace(self, world_size=1, rank=0, local_world_size=1, distributed=False)
 
     @classmethod
@@ -231,7 +231,7 @@ class Cluster:
         return agreement.SharedBlocks(what, distributed=self.distributed)
 
     def with_hardware(self) -> Cluster:
-        """The same with figures for its devices and links, from the table; those it has are kept.
+        """The same cluster with device and link figures from the table. Existing figures are kept.
 
         On CPU each rank has its share of the machine's cores and memory, or of its cgroup's memory.
 

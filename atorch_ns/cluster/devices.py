@@ -32,18 +32,18 @@ _DTYPES: Final = ("float32", "tfloat32", "bfloat16", "float16", "float8")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSheet:
-    """What is known of a kind of device.
+    """Known figures of a kind of device.
 
     Attributes:
         memory_bytes, memory_bytes_per_s: as torch reports it; as operators reach it.
         flops_per_s: dense peak by dtype.
         launch_s, efficiency, efficiencies, kernels: see :class:`Device`.
-        power_w: the most that the board takes.
+        power_w: the maximum power of the board.
         capability: CUDA's (or the first two digits of an AMD architecture).
         within_node: the link to others of the same node, by name.
         to_host: the link to the host's memory, by name.
         aliases: other names that users may write.
-        reported: what the driver's name for the device holds, all of it.
+        reported: words that the driver's name for the device must all contain.
     """
 
     memory_bytes: SourcedFigure
@@ -122,7 +122,7 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
 
 
 def device_named(driver_name: str) -> str | None:
-    """The name in the table of a device that its driver calls ``driver_name``, if it is there.
+    """The table's name of the device that the driver calls ``driver_name``; ``None`` if it is missing.
 
     Example:
         >>> device_named("NVIDIA H100 80GB HBM3"), device_named("NVIDIA L4"), device_named("GeForce GT 710")
@@ -141,5 +141,5 @@ def _contains_name(text: str, part: str) -> bool:
     text, part = text.upper(), part.upper()
     at = text.find(part)
     before, after = text[max(0, at - 1) : at], text[at + len(part) : at + len(part) + 1]
-    # Not a piece of another model's name, as L4 is of L40S.
+    # Must not be part of another model's name, as L4 is part of L40S.
     return at >= 0 and not before.isalnum() and not (part[-1].isdigit() and after.isalnum())

@@ -28,7 +28,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How ranks talk on one level: inside a node, or between nodes.
+    """The link between ranks on one level, inside a node or between nodes.
 
     Attributes:
         name: name, such as ``"nvlink4"``, ``"ib400"``, ``"gloo"``.
@@ -71,7 +71,7 @@ class Device:
         name: as the table and users write it: ``"H100-80GB"``.
         type: ``"cuda"`` or ``"cpu"``.
         memory_bytes_per_s: bytes that element-wise operators read and write, their new results included.
-        in_place_bytes_per_s: the same for operators that write into tensors that are there already; 0 for no
+        in_place_bytes_per_s: the same for operators that write into existing tensors; 0 for no
             difference. On a CPU fresh memory is several times slower: the system maps its pages one by one.
         flops_per_s: dense peak by dtype: ``"float32"``, ``"tfloat32"``, ``"bfloat16"``, ``"float16"``,
             ``"float8"``.
@@ -111,7 +111,7 @@ class Device:
         return self.in_place_bytes_per_s or self.memory_bytes_per_s
 
     def flops_of(self, dtype: str) -> float:
-        """Peak for a dtype, that of float32 where the device has no figure for it."""
+        """Peak for a dtype, or the peak of float32 where the device has no figure for it."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
     def products_of(self, dtype: str) -> float:
@@ -153,9 +153,9 @@ class LinkSheet(NamedTuple):
     """A kind of link.
 
     Attributes:
-        level: where it can be: ``"within"`` a node, ``"between"`` nodes, or ``"both"``.
+        level: possible level: ``"within"`` a node, ``"between"`` nodes, or ``"both"``.
         latency_s: latency of one message of a ring.
-        bytes_per_s: one direction, of one device; of a whole node where :attr:`shared`.
+        bytes_per_s: rate in one direction of one device, or of a whole node if :attr:`shared`.
         shared: whether the ranks of a node share it.
         aliases: other names.
         overlap, ramp: as in :class:`Link`.

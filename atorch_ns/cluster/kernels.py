@@ -50,7 +50,7 @@ class SourcedFigure(NamedTuple):
 
 
 class AttentionKind(NamedTuple):
-    """What the rate of a fused attention depends on.
+    """The parameters that determine the rate of fused attention.
 
     Attributes:
         passes: ``"forward"`` or ``"backward"``.
@@ -86,7 +86,7 @@ def attention_share(device: str, library: str, kind: AttentionKind) -> float:
     rate = _interpolate_rate(
         _kernel_rates(library, _CURVES, kind.passes, width, is_causal=False), kind.num_tokens
     )
-    # The cost of a causal mask is known for the forward pass at width 128, and applied to all.
+    # The cost of a causal mask is known for the forward pass at width 128. It is used for all cases.
     if kind.is_causal:
         causal, whole = (
             _kernel_rates(library, _CURVES, "forward", _WIDTH, is_causal=is_causal)

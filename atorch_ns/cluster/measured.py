@@ -33,7 +33,7 @@ _HEADER: Final = """\
 
 
 def machine_name(cluster: Cluster) -> str:
-    """The device as the driver calls it, on CPU the model: figures are good for this one alone."""
+    """The driver's name of the device, or the CPU model. Figures are valid only for this device."""
     return cluster.device_name if cluster.device_type == "cuda" else cpu_model()
 
 
@@ -80,7 +80,7 @@ def write_measured(path: Path, document: Mapping[str, Any]) -> None:
     """Writes the file in one step, as JSON or YAML by its suffix.
 
     Raises:
-        InputError: if it cannot be written; what was there is as before.
+        InputError: if the file cannot be written. An existing file is left unchanged.
     """
     try:
         write_whole(path, _as_json(document) if path.suffix == ".json" else _as_yaml(document, path.name))
@@ -120,7 +120,7 @@ def _format_float(value: float) -> str:
 
 
 def holds_something_else(path: Path) -> bool:
-    """Whether a file is there that no calibration has written."""
+    """Returns whether the file exists but was not written by a calibration."""
     if not path.exists():
         return False
     try:
@@ -167,10 +167,10 @@ class Comparison(NamedTuple):
     """A measured figure beside the table's.
 
     Attributes:
-        figure: what was measured.
+        figure: the name of the measured figure.
         unit: ``"FLOP/s"``, ``"B/s"``, ``"s"``, or nothing for a share.
         measured: in that unit.
-        table: the same by the table; ``None`` where it says nothing.
+        table: the table's value in that unit; ``None`` if it has none.
     """
 
     figure: str
@@ -180,14 +180,14 @@ class Comparison(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """The measured speed, of the table's; ``None`` where there is none."""
+        """The ratio of measured speed to the table's; ``None`` without a table value."""
         if not self.table or not self.measured:
             return None
         return self.table / self.measured if self.unit == "s" else self.measured / self.table
 
 
 def comparisons(figures: Measurement) -> Iterator[Comparison]:
-    """Every figure, of the device and then of each link."""
+    """Compares every figure of the device, then of each link."""
     table = figures.table
     yield from _of_device(figures.hardware.device, None if table is None else table.device, figures.seconds)
     for level, num_ranks in figures.sizes.items():

@@ -78,7 +78,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         ):
             yield
     except Exception as error:
-        others = isinstance(error, RankError)  # who tells of their own memory
+        others = isinstance(error, RankError)  # they describe their own memory
         if others or not is_out_of_memory(error, is_limited=True) or str(error).startswith(_OUT_OF_MEMORY):
             raise
         in_use = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
@@ -90,7 +90,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
 
 @contextmanager
 def _enforce_limit(total: int, num_bytes: int, device: torch.device) -> Iterator[None]:
-    """``total`` bytes for all that counts, of which ``num_bytes`` are new."""
+    """Enforces a limit of ``total`` bytes, of which ``num_bytes`` are new."""
     if device.type == "cuda":
         device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         share = total / torch.cuda.get_device_properties(device).total_memory  # torch takes a share of it
@@ -101,7 +101,7 @@ def _enforce_limit(total: int, num_bytes: int, device: torch.device) -> Iterator
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    # A limit that is there already, of a block around this one or of the system, goes on holding.
+    # An existing limit, from an enclosing block or the system, stays in force.
     stricter = [there for there in before if there != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([total, *stricter]), before[1]))
     try:
@@ -137,7 +137,7 @@ def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """Bytes that ``RLIMIT_DATA`` still lets this process allocate on CPUs; ``None`` without such a limit."""
+    """Bytes that this process can still allocate on CPUs under ``RLIMIT_DATA``; ``None`` without a limit."""
     if device.type == "cuda" or sys.platform == "win32":
         return None
     limit, usage = resource.getrlimit(resource.RLIMIT_DATA)[0], data_bytes()
@@ -145,9 +145,9 @@ def room_bytes(device: torch.device) -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Has glibc give freed tensors back to the system at once, from here on; nothing with another C library.
+    """Makes glibc return freed tensors to the system at once from now on. No effect with other C libraries.
 
-    Else it keeps much of them, and a process takes up to a half more than its tensors need.
+    Otherwise glibc keeps much of this memory, and a process takes up to 50% more than its tensors need.
     """
     if sys.platform != "linux":
         return
@@ -231,7 +231,7 @@ def _bytes_in_use(device: torch.device) -> int:
 
 
 def _asked_for(error: BaseException) -> str:
-    """What an allocator's message says was asked for: ``"20.0 MiB more"``."""
+    """The requested size in an allocator's message, such as ``"20.0 MiB more"``."""
     match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     if match is None:
         return "more"
@@ -251,7 +251,7 @@ _UNDER_A_LIMIT: Final = re.compile("Resource temporarily unavailable|could not c
 
 
 def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
-    """Whether an exception, or one of its causes, says that the device's or the host's memory is full.
+    """True if an exception, or one of its causes, says that the device's or the host's memory is full.
 
     torch has a class for its own allocator's failures only; those of libraries are RuntimeErrors known by
     their text. cuBLAS's error about its handle (``CUBLAS_STATUS_NOT_INITIALIZED``) has other causes too and

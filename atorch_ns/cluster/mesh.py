@@ -141,7 +141,7 @@ _MESH_ORDER = ("pipeline", "data", "expert", "zero", "sequence", "tensor")
 class Mesh:
     """The ranks of a job arranged along named axes.
 
-    Creating one is collective: every rank of the job must do it, with the same axes.
+    Creation is collective. Every rank of the job must create it with the same axes.
 
     Args:
         axes: ``(name, size)``, innermost first; sizes multiply to the number of processes.
@@ -187,7 +187,7 @@ class Mesh:
 
     @property
     def divides_model(self) -> bool:
-        """Whether ranks hold different parts of the model or of a sample."""
+        """True if ranks hold different parts of the model or of a sample."""
         return any(self.size(name) > 1 for name in ("tensor", "sequence", "pipeline", "expert"))
 
     def size(self, name: str) -> int:
@@ -215,7 +215,7 @@ class Mesh:
 
     @property
     def shard(self) -> DeviceMesh:
-        """Where states are sharded: ``zero`` if it is larger than 1, else ``data``."""
+        """The mesh over which states are sharded: ``zero`` if it is larger than 1, else ``data``."""
         return self.axis("zero") if self.size("zero") > 1 else self._data
 
     @property
@@ -227,7 +227,7 @@ class Mesh:
     def replicate_and_shard(self) -> DeviceMesh:
         """Mesh for fully sharded training: ``(replicate, shard)``, or one dimension where zero is alone.
 
-        What is not sharded over ``expert`` is replicated there, as it is over ``data``.
+        States that are not sharded over ``expert`` are replicated there, as over ``data``.
         """
         if self._replicas and self.size("zero") > 1:
             sharding = (self._unit_shard.mesh_dim_names or ())[0]

@@ -28,13 +28,13 @@ _POLL_S: Final = 0.02
 
 
 def keeps_stores(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher's store outlives its workers."""
+    """Returns whether the launcher's store outlives its workers."""
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A name of this generation, the same on all its ranks and no others; collective.
+    """Returns a name of this generation, shared by all its ranks and by no others. Collective.
 
     Every rank writes a random token under its rank, over a dead one's. Rank 0 answers each token with the
     generation's name until every rank has acknowledged an answer to its own: answers to dead tokens are never

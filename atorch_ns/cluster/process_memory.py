@@ -26,7 +26,7 @@ _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 _FORGET_PEAK: Final = "5"  # resets VmHWM (proc_pid_clear_refs(5))
 
 LONG_RUN: Final = 1000
-"""Steps of a run that a measurement of a few steps stands for."""
+"""Assumed number of steps in a run that a measurement of a few steps represents."""
 _LEVEL: Final = 0.01
 """Largest share that a doubling adds to level memory: six more, to a long run, add a prediction's error."""
 _FEWEST: Final = 8
@@ -37,14 +37,14 @@ _LEAK: Final = 1.5
 _FEWEST_TO_SAY: Final = 64
 """Steps before a job is said to grow: three doublings in which it did."""
 _CONFIRMING_STEPS: Final = 16
-"""Further steps in which it must go on: a cache that was filled once, or a validation, is not growth."""
+"""Further steps in which growth must continue. Filling a cache once or a validation is not growth."""
 
 
 def private_bytes(device: torch.device) -> int | None:
     """Bytes that this process holds now; ``None`` where that is not known.
 
-    On the CPU (Linux) private memory as ``RLIMIT_DATA`` counts it (``VmData``), less the C library's free
-    bytes. On CUDA what torch's allocator has reserved.
+    On the CPU (Linux): private memory as ``RLIMIT_DATA`` counts it (``VmData``), less the C library's free
+    bytes. On CUDA: the memory that torch's allocator has reserved.
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
@@ -86,7 +86,7 @@ def _read_status() -> dict[str, int]:
 
 
 class ProcessMemory:
-    """Follows what this process takes beyond what it holds when this is made.
+    """Tracks the memory that this process takes beyond its memory at construction.
 
     On the CPU (Linux) that is the kernel's peak of private memory: tensors, what the C library keeps of them,
     buffers of libraries, stacks of threads. On CUDA it is the most that torch's allocator has reserved, and
@@ -108,12 +108,12 @@ class ProcessMemory:
             with contextlib.suppress(OSError):
                 _CLEAR_REFS.write_text(_FORGET_PEAK)
             now = _read_status()
-            # What the C library keeps free is held already: it grows nothing when it is used.
+            # The C library's free bytes are already held. Using them adds nothing.
             self._start = now["VmData"]
             self._idle_bytes = max(0, now["VmData"] - now["RssAnon"])
 
     def peak_bytes(self) -> int | None:
-        """The most so far, if this is called now and then; ``None`` where it cannot be measured."""
+        """Peak bytes so far, if polled now and then; ``None`` where they cannot be measured."""
         if self._device.type == "cuda":
             beside = max(0, _beside_allocator(self._device) - self._beside)
             return torch.cuda.max_memory_reserved(self._device) - self._start + beside
@@ -145,7 +145,7 @@ class MemoryTracker:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once since the start, or the last :meth:`reset_peak`."""
+        """Peak of live bytes since the start or the last :meth:`reset_peak`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         self._fold_record()
@@ -153,14 +153,14 @@ class MemoryTracker:
 
     @property
     def alive_bytes(self) -> int:
-        """What is alive now."""
+        """Live bytes now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         self._fold_record()
         return self._alive
 
     def reset_peak(self) -> None:
-        """Forgets the peak so far: what is alive now is the new one."""
+        """Resets the peak to the memory that is alive now."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -186,7 +186,7 @@ class MemoryTracker:
             self._is_paused = True
 
     def resume(self) -> None:
-        """Records again: what is alive now is the new peak."""
+        """Records again, with the memory that is alive now as the new peak."""
         if self._record is not None and self._is_paused:
             self._record.start()
             self._is_paused = False
@@ -261,7 +261,7 @@ class MemoryGrowth:
 
     @property
     def is_level(self) -> bool:
-        """Whether the last doubling added less than a hundredth."""
+        """True if the last doubling added less than a hundredth."""
         return self.num_steps >= _FEWEST and self.per_doubling <= _LEVEL * self._seen[-1][1]
 
     def until(self, num_steps: int) -> int:
@@ -272,9 +272,9 @@ class MemoryGrowth:
 
     @property
     def is_steady(self) -> bool:
-        """Whether it grows as a leak does: by as much at each step, so by twice as much in each doubling.
+        """True if memory grows like a leak: equally at each step, so twice as much in each doubling.
 
-        Half as much again is taken for that, since a heap that fragments adds as much as before at most.
+        A factor of 1.5 suffices, since a fragmenting heap adds at most as much as before.
         """
         return (
             self.per_doubling > 0
@@ -288,7 +288,7 @@ class MemoryGrowth:
         return self.per_doubling / max(1, self.num_steps - self.num_steps // 2)
 
     def since(self, bytes_per_step: float) -> int:
-        """The step from which on this rate explains what was added."""
+        """The first step from which this rate explains the added bytes."""
         first, last = self._seen[0], self._seen[-1]
         return max(first[0], round(last[0] - (last[1] - first[1]) / bytes_per_step))
 
@@ -313,7 +313,7 @@ class GrowthWatch:
         read: bytes that the process holds; ``None`` where that is not known.
 
     Attributes:
-        finding: what it says, without a full stop; empty where nothing grows.
+        finding: text of the warning, without a full stop; empty if nothing grows.
     """
 
     def __init__(

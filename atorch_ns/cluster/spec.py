@@ -104,7 +104,7 @@ _SUFFIXES: Final = (".json", ".yaml", ".yml")
 
 
 def read_spec(text_or_path: str | Path, problems: list[str]) -> dict[str, Any]:
-    """A line's or a file's values by the keys of a cluster file; what cannot be read goes to ``problems``."""
+    """Reads a line or file into values by cluster-file key. Unreadable parts are added to ``problems``."""
     if isinstance(text_or_path, Path) or text_or_path.strip().endswith(_SUFFIXES):
         return _read_file(Path(text_or_path), problems)
     return _read_line(text_or_path, problems)
@@ -362,7 +362,7 @@ def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) 
 def _read_fields(
     kind: type, values: Mapping[str, Any], others: tuple[str, ...], what: str, *, problems: list[str]
 ) -> dict[str, Any]:
-    """Given fields of a dataclass, each read by its type, without ``others``."""
+    """Reads the given fields of a dataclass by their types, except ``others``."""
     from pydantic import TypeAdapter, ValidationError
 
     hints, read = get_type_hints(kind), {}

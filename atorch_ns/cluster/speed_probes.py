@@ -50,7 +50,7 @@ class ComputeSpeed:
 
 
 def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[[], float]]:
-    """What to time, by a name that :func:`compute_speed` reads; dtypes that the device lacks are left out.
+    """The probes to time, by a name that :func:`compute_speed` reads. Omits dtypes that the device lacks.
 
     Args:
         device: the device, as torch writes it.
@@ -130,7 +130,7 @@ def probe_flops(name: str) -> float:
 
 
 def compute_speed(times: Mapping[str, float], *, on_gpu: bool = False) -> ComputeSpeed:
-    """The speed that the probes' median seconds amount to.
+    """Computes the device speed from the probes' median seconds.
 
     Args:
         times: seconds by the probe's name.
@@ -163,7 +163,7 @@ def compute_speed(times: Mapping[str, float], *, on_gpu: bool = False) -> Comput
 
 
 def timed(action: Callable[[], Any], device: str) -> Callable[[], float]:
-    """A probe that repeats ``action`` until a few milliseconds have passed, and gives the seconds of one."""
+    """A probe that repeats ``action`` for a few milliseconds and returns the seconds of one run."""
 
     def probe() -> float:
         repeats, seconds = 1, 0.0
@@ -182,7 +182,7 @@ def timed(action: Callable[[], Any], device: str) -> Callable[[], float]:
 
 
 def wait_for(device: str) -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until a GPU has finished its queued work."""
     if device.startswith("cuda"):
         import torch
 
@@ -271,7 +271,7 @@ RING_STEPS: Final[Mapping[str, int]] = {
     "all_to_all": 1,
     "send": 1,
 }
-"""How often a ring passes the whole tensor around: in a ring of n ranks each sends this many times n - 1
+"""Number of times that a ring passes the tensor around: in a ring of n ranks each sends this many times n - 1
 messages of 1/n of the tensor."""
 
 _MEASURED: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -283,7 +283,7 @@ _OVERLAP_BYTES: Final = {"cpu": 2**22, "cuda": 2**27}
 def link_probes(
     group: dist.ProcessGroup, device: str, *, sends: bool = False
 ) -> dict[str, Callable[[], float]]:
-    """What to time, by a name that :func:`fit_rates` and :func:`measured_overlap` read.
+    """The link probes to time, by a name that :func:`fit_rates` and :func:`measured_overlap` read.
 
     Args:
         group: the ranks on the link.
@@ -316,7 +316,7 @@ def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
 
 
 def messages_of(collective: str, num_ranks: int) -> tuple[int, int]:
-    """Number of messages that a rank sends in turn, and of parts of the tensor for them."""
+    """The number of messages that a rank sends in sequence, and the number of tensor parts for them."""
     if collective == "send":
         return 1, 1
     return RING_STEPS[collective] * (num_ranks - 1), num_ranks

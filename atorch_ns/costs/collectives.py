@@ -30,7 +30,7 @@ class Groups:
 
     Attributes:
         size: [N] ranks in each.
-        within: [N] of them in one node.
+        within: [N] ranks of each in one node.
     """
 
     size: np.ndarray
@@ -84,7 +84,7 @@ def _ring_seconds(
 
 
 def gradient_buckets(sizes: Iterable[tuple[Hashable, int]], bucket_bytes: int) -> list[list[int]]:
-    """The gradients of each bucket, by their places, in the order in which buckets are closed.
+    """Returns the positions of each bucket's gradients, in the order in which buckets are closed.
 
     A bucket is closed by the gradient that fills it. Each kind has its own.
 

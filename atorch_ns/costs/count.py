@@ -19,17 +19,17 @@ _aten = torch.ops.aten
 
 
 def is_attention(name: str) -> bool:
-    """Whether an operator of this name is fused attention."""
+    """Returns whether an operator of this name is fused attention."""
     return "scaled_dot_product" in name
 
 
 @dataclass
 class OperatorCounts:
-    """What the operators of one pass take, summed up.
+    """Total costs of the operators of one pass.
 
     Attributes:
         products: floating point operations of matrix products and convolutions.
-        attention: those of fused attention.
+        attention: floating point operations of fused attention.
         operands: bytes that matrix products and convolutions read and write.
         moved: bytes that all other operators but attention read and write.
         num_operators: operators started, without views.
@@ -65,13 +65,13 @@ class OperatorCounts:
             self.moved += num_bytes
 
     def __add__(self, other: OperatorCounts) -> OperatorCounts:
-        """Of both; what attention is like, of the one that has more of it."""
+        """Sums both. The kind of attention is that of the side with more attention."""
         most = self if self.attention >= other.attention else other
         names = ("products", "attention", "operands", "moved", "num_operators")
         return replace(most, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def attention_kind(self, passes: str) -> AttentionKind:
-        """What the rate of its attention depends on, in the ``"forward"`` or the ``"backward"`` pass."""
+        """Kind of its attention, which sets the rate, in the ``"forward"`` or the ``"backward"`` pass."""
         return AttentionKind(passes, self.head_width, self.is_causal, self.num_queries)
 
 
@@ -122,7 +122,7 @@ def position_of(func: Any, name: str) -> int:
 
 
 def is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call is fused attention in which no token sees a later one."""
+    """Returns whether the call is fused attention in which no token sees a later one."""
     index = position_of(func, "is_causal")
     return bool(kwargs.get("is_causal", args[index] if 0 <= index < len(args) else False))
 

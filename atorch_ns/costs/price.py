@@ -34,10 +34,10 @@ def kernel_seconds(
     results, whose memory is mapped first.
 
     Args:
-        dtype: of the products, as torch names it.
+        dtype: dtype of the products, as torch names it.
         products, attention: floating point operations, as :class:`~atorch_ns.costs.OperatorCounts` has them.
         operands, moved: bytes, likewise.
-        kind: what the rate of the attention depends on; not needed without any.
+        kind: kind of the attention, which sets its rate; not needed without attention.
         is_compiled: whether a compiler has made the kernels that only move memory.
     """
     stream = device.memory_bytes_per_s * (1.0 if is_compiled or device.type == "cpu" else _EAGER_STREAM)
@@ -54,8 +54,8 @@ def counted_seconds(
 
     Args:
         passes: ``"forward"`` or ``"backward"``.
-        share: of the operations, that one rank computes.
-        part: of the bytes, that one rank moves.
+        share: share of the operations that one rank computes.
+        part: part of the bytes that one rank moves.
     """
     seconds = kernel_seconds(
         device,

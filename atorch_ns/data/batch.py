@@ -42,10 +42,10 @@ _FORWARD_NAMES: Final[weakref.WeakKeyDictionary[Any, _ForwardNames]] = weakref.W
 
 
 def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The items of ``data`` that the model's ``forward`` names; all of them where it has ``**kwargs``.
+    """The items of ``data`` that the model's ``forward`` names, or all if it has ``**kwargs``.
 
-    Wrappers (DDP, FSDP, compiled modules, engines) are looked through. All items are passed where the
-    signature cannot be read. It is read once; the omitted keys are logged once, at info level.
+    Wrappers (DDP, FSDP, compiled modules, engines) are unwrapped. All items are passed if the
+    signature cannot be read. It is read once. Omitted keys are logged once, at info level.
     """
     names, logged_keys = _forward_names(model)
     if names is None or names.issuperset(data):
@@ -63,7 +63,7 @@ def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[s
 
 
 def forward_signature(model: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of the user's ``forward``, without ``self``; ``None`` if it cannot be read."""
+    """The signature of the user's ``forward`` without ``self``, or ``None`` if it cannot be read."""
     try:
         return inspect.signature(_forward_callable(model))
     except (TypeError, ValueError):  # a forward that is not written in Python
@@ -76,7 +76,7 @@ def _forward_names(model: Callable[..., Any]) -> _ForwardNames:
     key = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
     try:
         return _FORWARD_NAMES[key]
-    except (KeyError, TypeError):  # not seen before, or nothing that can be referred to weakly
+    except (KeyError, TypeError):  # not seen before, or not weakly referenceable
         names = _ForwardNames(_parameter_names(forward_signature(model)), set())
     with contextlib.suppress(TypeError):
         _FORWARD_NAMES[key] = names
@@ -98,7 +98,7 @@ def _forward_callable(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def user_module(model: Any) -> Any:
-    """The user's module inside wrappers of libraries. A wrapper that the user wrote is the user's module."""
+    """The user's module inside library wrappers. A wrapper written by the user is the user's module."""
     while isinstance(model, nn.Module):
         forward = type(model).forward
         package = (getattr(forward, "__module__", None) or "").partition(".")[0]
@@ -126,10 +126,10 @@ _FORMATS: tuple[ModelInputFormat, ...] = get_args(ModelInputFormat)
 
 
 def default_prepare_input(data: Any, device: torch.device | str) -> Any:
-    """``data`` with every tensor on ``device``; other values are shared, and ``data`` itself is not changed.
+    """``data`` with all tensors on ``device``. Other values are shared, and ``data`` itself is not changed.
 
-    Copies from pinned memory do not block. An object with its own ``to`` (a packed sequence, the
-    batch encoding of a tokenizer) is moved by that, on a shallow copy.
+    Copies from pinned memory do not block. An object with its own ``to`` (a packed sequence, the batch
+    encoding of a tokenizer) is moved by ``to``, on a shallow copy.
     """
 
     def move(leaf: Any) -> Any:
@@ -146,7 +146,7 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
     """Checks a ``model_input_format``.
 
     Raises:
-        InputError: for an unknown one; the message lists those there are, nearest first.
+        InputError: for an unknown format. The message lists the known ones, nearest first.
     """
     if value is None or value in _FORMATS:
         return value
@@ -158,12 +158,12 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
 
 
 def call_model(model: Callable[..., Any], data: Any, model_input_format: str | None) -> Any:
-    """The model's output for ``data``, passed as ``model_input_format`` says.
+    """The model's output for ``data``, passed according to ``model_input_format``.
 
-    Of a dictionary that is unpacked, :func:`taken_items` are passed.
+    If a dictionary is unpacked, only its :func:`taken_items` are passed.
 
     Raises:
-        InputError: an unknown format, or data that it does not fit.
+        InputError: for an unknown format, or data that does not fit it.
     """
     form = check_model_input_format(model_input_format)
     if form is None:
@@ -193,7 +193,7 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
 def call_arguments(
     model: nn.Module, data: Any, model_input_format: str | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keywords with which :func:`call_model` calls the model; raises the same errors."""
+    """The arguments and keywords for the model in :func:`call_model`. Raises the same errors."""
 
     @functools.wraps(model.forward)
     def arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -204,12 +204,12 @@ def call_arguments(
 
 
 def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> list[Any]:
-    """``data`` as that many equal parts, in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
+    """``data`` as equal parts in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
 
-    With ``uneven``, n need not divide B: parts have B/n rows, rounded up, and the last one has the rest.
+    With ``uneven``, n need not divide B. Parts have B/n rows, rounded up, and the last part has the rest.
 
-    Tensors are split along dim 0 into views; lists of B plain values (without tensors and nested batches) are
-    split too. Tensors without dims and all other values are repeated in each part.
+    Tensors are split along dim 0 into views. Lists of B plain values (without tensors and nested batches) are
+    also split. Tensors without dims and all other values are repeated in each part.
 
     Raises:
         BatchSizeError: n does not divide B, the tensors differ in B, or there is no tensor to split.

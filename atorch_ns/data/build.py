@@ -21,16 +21,16 @@ from atorch_ns.errors import InputError
 from atorch_ns.text import with_article
 
 T = TypeVar("T")
-_NEVER_SET = -1  # the epoch of a stream whose set_epoch nobody has called
+_NEVER_SET = -1  # the epoch of a stream whose set_epoch was never called
 
 
 def every_nth(stream: Iterable[T], rank: int, num_ranks: int) -> Iterator[T]:
-    """Entry r of each complete round of N entries; an incomplete last round gives nothing to any rank."""
+    """Entry r of each complete round of N entries. An incomplete last round gives nothing to any rank."""
     for position, entry in enumerate(stream):
         owner = position % num_ranks
         if owner == rank:
             local_entry = entry
-        if owner == num_ranks - 1:  # no earlier, so that all ranks get equally many
+        if owner == num_ranks - 1:  # not earlier, so that all ranks get equally many
             yield local_entry
 
 
@@ -70,11 +70,11 @@ class RankStream(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that the user's dataset shows; None if it shows none."""
+        """The epoch of the user's dataset, or None if it has no ``epoch``."""
         return readable_epoch(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes ``epoch`` to the user's dataset, here and in every worker, if that has ``set_epoch``."""
+        """Passes ``epoch`` to the user's dataset, here and in every worker, if it has ``set_epoch``."""
         self._epoch.fill_(epoch)
         self._pass_epoch(epoch)
 
@@ -105,7 +105,7 @@ def build_dataloader(
     num_data_ranks: int,
     group: dist.ProcessGroup | None,
 ) -> TrainLoader:
-    """The loader of data-parallel rank ``data_rank``; in each step the ranks load one global batch together.
+    """The loader of data-parallel rank ``data_rank``. In each step the ranks load one global batch together.
 
     **Batch size.** ``batch_size`` is global (strong scaling): each rank loads B/N samples a step. Without
     one it is N, which is torch's default of 1 for each rank. With ``batch_size=None`` nothing is batched;

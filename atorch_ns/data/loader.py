@@ -17,10 +17,10 @@ from atorch_ns.errors import InputError
 class EpochClock:
     """The epoch of the next iteration, which the user may also set on the sampler or dataset.
 
-    Where the sampler (or the iterable dataset) shows its ``epoch``, that one counts: a call of its
-    ``set_epoch`` by the user has the effect of one of the loader's. Where it has ``set_epoch`` but no
-    ``epoch`` to read, it is given only the epochs that the user gives to the loader, since any other call
-    could undo what the user has set. Without a source the clock counts by itself.
+    If the sampler (or the iterable dataset) has an ``epoch``, it determines the epoch. A call of its
+    ``set_epoch`` by the user has the same effect as the loader's. If it has ``set_epoch`` but no
+    readable ``epoch``, it receives only the epochs that the user gives to the loader. Any other call
+    could undo the user's setting. Without a source the clock counts by itself.
 
     Args:
         source: the object with ``set_epoch``, or None.
@@ -43,7 +43,7 @@ class EpochClock:
             self._source.set_epoch(epoch)
 
     def begin(self) -> int:
-        """The epoch of the iteration that begins now."""
+        """Starts an iteration and returns its epoch."""
         epoch = self.epoch
         if readable_epoch(self._source) is not None:
             # Persistent workers receive an epoch that the user set on the object in this process.
@@ -51,7 +51,7 @@ class EpochClock:
         return epoch
 
     def end(self, epoch: int) -> None:
-        """Ends the iteration of ``epoch``: the next epoch follows, unless the user has set another since."""
+        """Ends the iteration of ``epoch``. The next epoch follows, unless the user has set another since."""
         if self.epoch != epoch:
             return
         self._count = epoch + 1
@@ -61,7 +61,7 @@ class EpochClock:
 
 @dataclass(kw_only=True)
 class _Run:
-    """One iteration: its epoch, and the number of batches of the epoch that have been handed out."""
+    """One iteration: its epoch, and the number of batches handed out."""
 
     epoch: int
     batches: int
@@ -72,24 +72,24 @@ class _Run:
 class TrainLoader(DataLoader[Any]):
     """A torch ``DataLoader`` that reshuffles each epoch and can be resumed.
 
-    **Epochs.** Without any call, the first iteration is epoch 0 and each iteration after it the next
-    one; an iteration left early counts as one as soon as it has given a batch. ``set_epoch`` of the
+    **Epochs.** Without any call, the first iteration is epoch 0 and each later iteration the next epoch.
+    An iteration left early counts as an epoch once it has given a batch. ``set_epoch`` of the
     loader, or of its sampler, sets the epoch of the next iteration instead. An object whose ``set_epoch``
     leaves no ``epoch`` attribute to read is given only the epochs that are set on the loader.
 
-    **Position.** :meth:`state_dict` counts the batches handed out, in global batches, so that a state
-    saved with one number of ranks loads with another. It does not count what workers have loaded ahead.
+    **Position.** :meth:`state_dict` counts the batches handed out, in global batches. A state saved with
+    one number of ranks therefore loads with another. Batches loaded ahead by workers do not count.
     With ``in_order=False`` the count says how many batches, but not which ones. The place in an order is
     found by drawing the order again, so a user's sampler that draws from a generator rather than from the
     epoch resumes correctly only if that generator is back in the state it had when the epoch began.
 
-    ``len`` is the number of batches in a whole epoch, also where the next iteration is a resumed one.
-    All ranks iterate together: with a sampler whose order is broadcast, the first batch of an
-    iteration is a collective: one rank that iterates alone waits for the others.
+    ``len`` is the number of batches in a whole epoch, even if the next iteration is a resumed one.
+    All ranks iterate together. With a sampler whose order is broadcast, the first batch of an
+    iteration is a collective, so a single rank that iterates alone waits for the others.
 
     Args:
         dataset: the dataset, or the rank's view of it.
-        global_batch_size: samples in a step of all ranks together; None where a batch sampler decides.
+        global_batch_size: samples in a step of all ranks together. None if a batch sampler decides.
         batch_size: samples in a step of this rank.
         arguments: other arguments of ``torch.utils.data.DataLoader``.
     """
@@ -134,7 +134,7 @@ class TrainLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, on the sampler or dataset too.
 
-        The batches that a loaded state says to skip are skipped only in that state's own epoch.
+        The batches to skip from a loaded state are skipped only in that state's own epoch.
 
         Raises:
             InputError: ``epoch`` is not an integer from 0 on.
@@ -145,20 +145,20 @@ class TrainLoader(DataLoader[Any]):
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: ``epoch``, ``batches`` handed out in it, and the ``global_batch_size`` they had."""
+        """The position: ``epoch``, ``batches`` handed out in it, and their ``global_batch_size``."""
         position = self._run or self._resume
         epoch = self._clock.epoch if self._run is None else self._run.epoch
         batches = position.batches if position is not None and position.epoch == epoch else 0
         return {"epoch": epoch, "batches": batches, "global_batch_size": self.global_batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration resumes at the position that :meth:`state_dict` gave, with any number of ranks.
+        """Resumes the next iteration at a position of :meth:`state_dict`, with any number of ranks.
 
-        Samples of a map-style dataset are skipped without loading them; an iterable one is read up to the
+        Samples of a map-style dataset are skipped without loading them. An iterable one is read up to the
         position. A position at the end of an epoch gives one empty iteration.
 
         Raises:
-            InputError: an entry is missing or of the wrong type, or the global batch size is another one.
+            InputError: an entry is missing or of the wrong type, or the global batch size differs.
         """
         missing = [key for key in ("epoch", "batches", "global_batch_size") if key not in state]
         if missing:

@@ -27,7 +27,7 @@ class LoaderArgs:
     """Arguments of the loader, and the place of this rank in the global batch.
 
     Attributes:
-        batch_size: the global batch size; None if a batch sampler decides, or nothing batches.
+        batch_size: the global batch size. None if a batch sampler decides, or without batching.
         num_ranks: number of data-parallel ranks that share a batch.
         rank: this rank's position among them.
         shuffle: whether the default sampler shuffles.
@@ -61,7 +61,7 @@ def read_loader_args(
 
     Raises:
         BatchSizeError: if the only problem is a batch size that the ranks cannot share.
-        InputError: for any other problem, or several; the message lists all of them.
+        InputError: for any other problem, or several. The message lists all of them.
     """
     if not isinstance(args or {}, Mapping):
         raise InputError(f"dataloader_args must be a dictionary; it is {with_article(args)}.")

@@ -19,7 +19,7 @@ from atorch_ns.errors import BatchSizeError
 
 
 def nearest_sizes(size: int, divisor: int) -> str:
-    """The advice that names the positive multiples of ``divisor`` next to ``size``."""
+    """Advice that names the positive multiples of ``divisor`` next to ``size``."""
     below = size // divisor * divisor
     above = below + divisor
     if not below:
@@ -28,13 +28,13 @@ def nearest_sizes(size: int, divisor: int) -> str:
 
 
 T = TypeVar("T")
-_INNER = ("sampler", "batch_sampler", "steps")  # attributes with the sampler that one draws from
+_INNER = ("sampler", "batch_sampler", "steps")  # attributes that may hold an inner sampler
 
 
 def even_out(order: Sequence[T], num_ranks: int, *, drop_last: bool) -> list[T]:
-    """``order`` at a length that ``num_ranks`` divides, as ``DistributedSampler`` has it.
+    """``order`` at a length divisible by ``num_ranks``, like ``DistributedSampler``.
 
-    The tail is dropped with ``drop_last``; without it the order is continued with its own beginning.
+    With ``drop_last`` the tail is dropped. Otherwise the order continues with its own beginning.
     """
     if drop_last:
         return list(order[: len(order) // num_ranks * num_ranks])
@@ -46,7 +46,7 @@ def even_out(order: Sequence[T], num_ranks: int, *, drop_last: bool) -> list[T]:
 
 
 def length_of_share(length: int, num_ranks: int, *, drop_last: bool) -> int:
-    """Number of entries that each rank gets of an order of that length."""
+    """Number of entries for each rank from an order of that length."""
     return length // num_ranks if drop_last else math.ceil(length / num_ranks)
 
 
@@ -77,12 +77,12 @@ def _layers_of(sampler: object) -> Iterator[object]:
 
 
 def epoch_source(sampler: object) -> Any | None:
-    """The object with ``set_epoch``: the sampler, or the first one inside it that has the method."""
+    """The object with ``set_epoch``: the sampler, or the first inner one with the method."""
     return next((layer for layer in _layers_of(sampler) if callable(getattr(layer, "set_epoch", None))), None)
 
 
 def distributed_position(sampler: object) -> tuple[int, int] | None:
-    """``(num_replicas, rank)`` of the distributed sampler that this is or draws from; None without one."""
+    """``(num_replicas, rank)`` of this sampler or its inner distributed sampler; None without one."""
     for layer in _layers_of(sampler):
         num_replicas, rank = getattr(layer, "num_replicas", None), getattr(layer, "rank", None)
         if isinstance(num_replicas, int) and isinstance(rank, int):
@@ -91,17 +91,17 @@ def distributed_position(sampler: object) -> tuple[int, int] | None:
 
 
 def readable_epoch(source: object) -> int | None:
-    """The ``epoch`` that the source of :func:`epoch_source` shows, if it shows one."""
+    """The ``epoch`` of the source from :func:`epoch_source`, if it has one."""
     epoch = getattr(source, "epoch", None)
     return epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else None
 
 
 @final
 class RankSampler(Sampler[Any]):
-    """The rank's share of what the user's sampler or batch sampler draws.
+    """The rank's share of the entries drawn by the user's sampler or batch sampler.
 
-    Each epoch every rank draws from its own sampler, so that its state and its random numbers stay in step on
-    all ranks; rank 0's entries count. So iteration is a collective, and entries must pickle.
+    Each epoch every rank draws from its own sampler, so that its state and its random numbers stay in step
+    on all ranks. Rank 0's entries are used. Iteration is therefore a collective, and entries must pickle.
 
     Args:
         sampler: the user's sampler; needs ``__len__`` for the loader to have a length.
@@ -109,7 +109,7 @@ class RankSampler(Sampler[Any]):
         rank: r.
         group: the process group of the N ranks.
         drop_last: drop the tail that N does not divide, instead of padding it with the beginning.
-        draws_batches: whether the sampler draws global batches; the rank then gets its share of each.
+        draws_batches: whether the sampler draws global batches. The rank then gets its share of each.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class RankSampler(Sampler[Any]):
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that the user's sampler shows; None if it shows none."""
+        """The epoch of the user's sampler, or None if it has none."""
         return readable_epoch(epoch_source(self.sampler))
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes ``epoch`` to the user's sampler, if that has ``set_epoch``."""
+        """Passes ``epoch`` to the user's sampler, if it has ``set_epoch``."""
         source = epoch_source(self.sampler)
         if source is not None:
             source.set_epoch(epoch)
@@ -165,9 +165,9 @@ class RankSampler(Sampler[Any]):
 
 @final
 class StepSampler(Sampler[Any]):
-    """The indices that the loader loads, step by step, from step ``skip`` on.
+    """The indices that the loader loads, step by step, starting at step ``skip``.
 
-    Skipped entries are drawn and thrown away; their samples are never loaded.
+    Skipped entries are drawn and discarded. Their samples are never loaded.
 
     Args:
         steps: yields the indices of one step: a list, or one index where nothing batches.

@@ -19,23 +19,23 @@ from atorch_ns.errors import InputError
 from atorch_ns.text import clipped, counted, with_article
 
 LossScale = Callable[[torch.Tensor], torch.Tensor]
-"""Changes a loss, 0-d, before its backward pass."""
+"""Transforms a loss, 0-d, before its backward pass."""
 
 Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a rank computes in a step.
+    """Work of a rank in a step.
 
     Attributes:
-        micro_batches: on this rank's device.
+        micro_batches: micro-batches on this rank's device.
         shares: factors of the losses for the backward pass, before gradients are averaged over data ranks.
-        counts: w_i as a share of the step's loss; that is the sum of ``counts[i] * l_i`` over all data ranks.
-        dummies: numbers of micro-batches that count nothing, and only keep this rank in step with others.
-        scale_fn: changes a loss before it is multiplied.
+        counts: w_i as a share of the step's loss, which is ``sum(counts[i] * l_i)`` over all data ranks.
+        dummies: indices of micro-batches that count nothing and only keep this rank in step with others.
+        scale_fn: transforms a loss before it is multiplied.
         wants_outputs: whether this rank wants the model's outputs.
-        askers: the ranks of the job that do.
+        askers: the ranks of the job that want them.
     """
 
     micro_batches: Sequence[Any]
@@ -48,21 +48,21 @@ class StepWork:
 
     @classmethod
     def mean(cls, micro_batches: Sequence[Any], num_data_ranks: int) -> StepWork:
-        """The mean of micro-batches of one size, of which all data ranks have as many."""
+        """The mean of equally sized micro-batches, whose number is the same on all data ranks."""
         num = len(micro_batches)
         return cls(
             micro_batches=micro_batches, shares=[1.0 / num] * num, counts=[1.0 / num / num_data_ranks] * num
         )
 
     def share(self, number: int, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass of a loss begins with."""
+        """The initial gradient for the backward pass of a loss."""
         if self.scale_fn is not None:
             loss = self.scale_fn(loss)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise InputError(
                     f"scale_fn must return the scaled loss as a tensor of one number. It returned {with_article(loss)}."
                 )
-        if number in self.dummies:  # it may be of anything, and infinite
+        if number in self.dummies:  # its loss may be any value, even infinite
             return (loss * 0.0).nan_to_num(0.0, 0.0, 0.0)
         return loss if self.shares[number] == 1.0 else loss * self.shares[number]
 
@@ -72,9 +72,9 @@ class Passed:
     """Results of a rank's micro-batches.
 
     Attributes:
-        losses: [m] float32, detached, as the loss function gave them; 0 for dummies. The same on all ranks
+        losses: [m] float32, detached, as returned by the loss function. 0 for dummies. The same on all ranks
             that work on the same samples.
-        outputs: the model's detached outputs where they are wanted and this rank has them; none for dummies.
+        outputs: the model's detached outputs if wanted and present on this rank. Empty for dummies.
     """
 
     losses: torch.Tensor
@@ -88,10 +88,10 @@ class BatchRunner(Protocol):
     """
 
     def forward_backward(self, work: StepWork) -> Passed:
-        """Adds the gradients of the shares of all losses."""
+        """Adds the gradients of all losses, multiplied by their shares."""
 
     def forward(self, work: StepWork) -> Passed:
-        """The same without gradients."""
+        """Like :meth:`forward_backward`, without gradients."""
 
 
 def weigh(
@@ -106,17 +106,17 @@ def weigh(
     data_ranks: tuple[int, int] | None,
     device: torch.device,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Micro-batches with their shares, as many as the data rank with the most has; collective over all ranks.
+    """Micro-batches with shares, padded to the largest number on any data rank. Collective over all ranks.
 
     Args:
         samples: micro-batches of this rank.
         weights: w_i; ``None`` for 1 each.
-        losses: whether l_i is a mean over what w_i counts, or a sum.
-        reduction: whether the step's loss is a mean over what the weights count on all ranks, or a sum.
-        dummies: which micro-batches count nothing; ``None`` for none.
+        losses: whether l_i is a mean over the items that w_i counts, or a sum.
+        reduction: whether the step's loss is a mean over the items counted by weights on all ranks, or a sum.
+        dummies: flags of micro-batches that count nothing; ``None`` for none.
         outputs: whether this rank wants the model's outputs.
-        functions: the step's functions by name, where given; a ``divisor`` on all ranks or on none.
-        data_ranks: this rank's place among the data ranks and their number; ``None`` for a single rank.
+        functions: the step's given functions by name. A ``divisor`` is on all ranks or on none.
+        data_ranks: this rank's index among the data ranks and their number; ``None`` for a single rank.
 
     Returns:
         The micro-batches, and the other fields of :class:`StepWork`.
@@ -130,7 +130,7 @@ def weigh(
     numbers = [1.0] * num if weights is None else _weight_numbers(weights)
     idle = [False] * num if dummies is None else _weight_numbers(dummies)
     problem = _find_problem(samples, weights, losses, reduction, dummies=dummies, functions=functions)
-    # Arguments that are wrong are told to the other ranks, which must not wait in the all-gather.
+    # Report wrong arguments to the other ranks, which must not wait in the all-gather.
     numbers, idle = numbers or [], [bool(flag) for flag in idle or ()]
     net_weights = [0.0 if is_idle else weight for weight, is_idle in zip(numbers, idle, strict=False)]
     digest = _work_digest(losses, reduction, idle, [] if problem else samples)
@@ -241,8 +241,8 @@ class StepOutput:
 
     Attributes:
         loss: the loss of the step over all data ranks, 0-d float32, detached.
-        losses: those of this rank's micro-batches, in order, as the loss function gave them; without dummies.
-        outputs: the model's outputs for them, where they were asked for.
+        losses: losses of this rank's micro-batches in order, as the loss function gave them, without dummies.
+        outputs: the model's outputs for them, if requested.
     """
 
     loss: torch.Tensor

@@ -22,7 +22,7 @@ class Finding:
         check: the check's name.
         verdict: ``"fail"``: training will not work; ``"warn"``: it may be slow or break later.
         text: the state of the machine, with its numbers.
-        fix: the command or step that solves it; empty for what passes.
+        fix: the command or step that solves it; empty for a check that passes.
         figures: measurements, plain values with a unit in each name.
     """
 
@@ -68,7 +68,7 @@ class Place:
 
 
 Check = Callable[[Place], list[Finding]]
-"""Looks at one thing. What it raises becomes a finding that fails."""
+"""Checks one thing. An exception becomes a finding that fails."""
 
 
 def as_check(findings: Callable[[Place], Iterator[Finding]]) -> Check:
@@ -89,9 +89,9 @@ class Isolated(NamedTuple):
 
 
 def isolated(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Isolated:
-    """Calls ``function(*arguments)`` in a fresh interpreter; what it prints is dropped.
+    """Calls ``function(*arguments)`` in a fresh interpreter. Its output is dropped.
 
-    Fresh, and not a fork: a driver that was touched, or a thread pool, does not survive a fork.
+    It does not fork, since an initialised driver or a thread pool does not survive a fork.
 
     Args:
         function: a function of a module.

@@ -26,9 +26,9 @@ from atorch_ns.doctor.rank_info import Who, open_store
 from atorch_ns.system import write_whole
 
 _NUM_BYTES: Final = 16 * 2**20
-_REPEATS: Final = 5  # after one that warms up
+_REPEATS: Final = 5  # timed runs after one warm-up run
 _CLOCK_REPEATS: Final = 8  # the shortest round trip counts
-_READINGS: Final = 1000  # of this rank's clock, one after the other
+_READINGS: Final = 1000  # consecutive readings of this rank's clock
 _PRODUCT_SIZES: Final = {"cpu": 512, "cuda": 4096}  # rows of square matrices
 
 
@@ -142,7 +142,7 @@ def _time_repeats(
 
 
 def _compare_clocks(who: Who) -> dict[str, Any]:
-    """How far clocks are ahead of rank 0's, which measures it, and whether this one ran backwards."""
+    """Clock offsets relative to rank 0, measured by rank 0, and whether this rank's clock ran backwards."""
     readings = [time.time() for _ in range(_READINGS)]
     monotonic = all(later >= earlier for earlier, later in itertools.pairwise(readings))
     ahead: dict[str, float] = {"0": 0.0}

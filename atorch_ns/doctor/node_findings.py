@@ -48,7 +48,7 @@ class Nodes:
 
     Attributes:
         who: a rank.
-        inventories: inventories by rank, of ranks that came.
+        inventories: inventories of the ranks that arrived, by rank.
     """
 
     who: Who
@@ -165,7 +165,7 @@ def clocks(readings: Mapping[str, Any], nodes: Nodes) -> Finding:
 
 
 def failures(answers: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Finding]:
-    """All ranks have measured; else the one that came least far, or failed first, is named.
+    """Checks that all ranks have measured. Otherwise names the rank that got least far or failed first.
 
     Args:
         answers: by rank, ``steps`` begun, the ``problem``, whether it was ``late``, and ``seconds`` taken.
@@ -180,7 +180,7 @@ def failures(answers: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Fin
     problems = {rank: answer for rank, answer in answers.items() if "problem" in answer}
     if not problems:
         return []
-    # What one rank breaks, the others notice later, as a lost connection or at the time limit.
+    # Other ranks notice a failure later, as a lost connection or at the time limit.
     fewest = min(len(answer["steps"]) for answer in problems.values())
     behind = {rank: answer for rank, answer in problems.items() if len(answer["steps"]) == fewest}
     rank, first = min(behind.items(), key=lambda item: (item[1]["late"], item[1]["seconds"]))
@@ -272,7 +272,7 @@ def _figures_text(result: Mapping[str, float]) -> str:
 def combined(
     name: str, by_rank: Mapping[int, list[dict[str, Any]]], nodes: Nodes, limit_s: float
 ) -> list[Finding]:
-    """A check of one machine that all nodes ran: passes in one line, the rest with the nodes concerned."""
+    """Combines a machine check over all nodes: passes in one line, other findings with their nodes."""
     who = nodes.who
     fine: dict[int, Finding] = {}
     others: dict[tuple[Verdict, str, str], list[int]] = {}

@@ -44,8 +44,8 @@ from atorch_ns.errors import BackendError
 from atorch_ns.processes import Ranks, scratch_folder
 
 _POLL_S: Final = 0.05
-_SPARE_S: Final = 15.0  # added to a limit, for ranks that had that limit themselves
-_LEAVING_S: Final = 5.0  # rank 0 keeps its store so long for the others
+_SPARE_S: Final = 15.0  # added to a limit when waiting for ranks with the same limit
+_LEAVING_S: Final = 5.0  # rank 0 keeps its store for the others this long
 _CONNECTING_S: Final = 10.0  # seconds to connect to one node
 _AT_ONCE: Final = 32  # connections that are tried at the same time
 _SIOCGIFADDR: Final = 0x8915  # Linux's request for the address of a network interface, netdevice(7)
@@ -211,7 +211,7 @@ def _own_inventory(who: Who, stack: contextlib.ExitStack) -> Inventory:
 def own_address() -> str:
     """The address at which gloo lets other nodes connect to this one.
 
-    That of the interface ``GLOO_SOCKET_IFNAME``, if set; else what the host's name resolves to.
+    Uses the interface ``GLOO_SOCKET_IFNAME`` if set. Otherwise resolves the host's name.
 
     Raises:
         OSError: if there is no such interface, or the name does not resolve.
@@ -233,7 +233,7 @@ def own_address() -> str:
 
 
 def connect_all(addresses: Sequence[Sequence[Any]], *, timeout_s: float) -> list[tuple[float, str]]:
-    """Connects to every node, several at once: seconds taken, and the problem or an empty string.
+    """Connects to every node, several at once. Returns seconds and the problem, or an empty string, for each.
 
     Args:
         addresses: ``(host, port)`` of each node.

@@ -84,7 +84,7 @@ class Who:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its node, which reports for it."""
+        """True if this is the first rank of its node, which reports for it."""
         return self.rank % self.local_world_size == 0
 
     @property

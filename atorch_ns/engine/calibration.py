@@ -65,7 +65,7 @@ class Factors:
 
     def bytes(self, prediction: Estimate, precision: str) -> float:
         """A peak's prediction, corrected."""
-        # The factor was fitted to peaks of tensors: what lies outside of them stays as predicted.
+        # The factor was fitted to peaks of tensors, so memory outside them stays as predicted.
         beyond = prediction.peak_bytes - prediction.allocated_bytes
         return self.memory.get(precision, 1.0) * prediction.allocated_bytes + beyond
 
@@ -207,7 +207,7 @@ class _Observation(NamedTuple):
 def refit(
     outcome: SearchOutcome, actual: TrialOutcome | None = None, *, registry: Registry | None = None
 ) -> Calibration:
-    """What a search's trials, and training with its winner, say about the estimate.
+    """Fits corrections of the estimate to a search's trials and to training with its winner.
 
     Args:
         outcome: the search.

@@ -16,9 +16,9 @@ from atorch_ns.search import Candidate
 from atorch_ns.text import bytes_text, error_text
 
 PRICE_TOLERANCE: Final = 1e-9
-"""Relative: the same plan priced alone or in a table of many differs by the order of sums only."""
+"""Relative. The same plan, priced alone or in a table of many, differs only by the order of sums."""
 BYTES_TOLERANCE: Final = 1e-3
-"""Relative: padding of communication buffers is not modelled to the byte."""
+"""Relative. Padding of communication buffers is not modelled to the byte."""
 MAX_BUFFER_DTYPES: Final = 3
 """Distinct buffer dtypes of one model: floating, integer and boolean."""
 MEMORY_TOLERANCE: Final = 0.08
@@ -50,7 +50,7 @@ class Check:
 def check_collectives(
     estimates: Sequence[Collective], counts: Mapping[str, tuple[int, int]] | None, *, reason: str = ""
 ) -> Check:
-    """Whether one step communicated what was predicted: kinds and calls exactly, bytes within 0.1%.
+    """Checks one step's collectives against the prediction: kinds and calls exactly, bytes within 0.1%.
 
     The step is the first rank's, of a pipeline's first stage. Calls of broadcasts may be off by a few, since
     buffers are sent together by dtype, which a trace does not tell.
@@ -86,7 +86,7 @@ def check_collectives(
 def check_price(
     candidate: Candidate, profile: Profile, cluster: Cluster, workload: Workload, *, registry: Registry
 ) -> Check:
-    """Whether the candidate, resolved and priced from scratch, costs what it cost in the search."""
+    """Checks that the candidate, resolved and priced from scratch, costs the same as in the search."""
     name = "price from scratch"
     if candidate.estimate is None:
         return Check(name, False, "the candidate was never priced")
@@ -110,7 +110,7 @@ def check_price(
 
 
 def check_memory(prediction: Estimate, peaks: Sequence[int]) -> Check:
-    """Whether the peak of tensors over ranks is within 8% of the prediction, or within 256 KiB."""
+    """Checks that the peak of tensors over ranks is within 8% of the prediction, or within 256 KiB."""
     name = "memory as predicted"
     if not peaks:
         return Check(name, False, "the trial measured none")
@@ -133,7 +133,7 @@ def _same_calls(kind: str, target: tuple[int, int], actual: tuple[int, int]) -> 
 
 def _calls_text(value: tuple[int, int]) -> str:
     count, num_bytes = value
-    # Exact below 1 MiB: what differs by a few bytes must not read alike.
+    # Exact below 1 MiB, as figures that differ by a few bytes must not read alike.
     size = f"{num_bytes} B" if num_bytes < 2**20 else bytes_text(num_bytes)
     return f"{count} × ({size} in all)"
 

@@ -35,7 +35,7 @@ _CALIBRATION_S = 4.0  # for measuring devices and links before a search; takes a
 def find_strategy(
     inputs: Inputs, cluster: Cluster, registry: Registry, request: SearchRequest
 ) -> SearchOutcome:
-    """Searches for the best strategy; collective, and the outcome is the same on every rank.
+    """Searches for the best strategy. The outcome is the same on every rank. Collective.
 
     Model, data and random states stay as before: trials run on the model's structure and a few samples.
 
@@ -93,7 +93,7 @@ def _run_search(
     obstacles = cluster.gathered(describe_unpicklable(sample.inputs, states))
     obstacle = next(filter(None, obstacles), None)
     logs = _make_log_folder(stack, cluster, request)
-    # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
+    # Workers start before the profile, as each needs seconds to import the modules of trials by itself.
     worker = cluster.agree(
         lambda: make_worker(
             stack,

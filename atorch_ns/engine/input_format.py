@@ -71,7 +71,7 @@ def chosen_format(input_format: InputFormat, model: nn.Module, sample: Any) -> t
 def _check_fit(input_format: InputFormat, sample: Any) -> None:
     from atorch_ns.data import call_model
 
-    try:  # with a model that takes anything: the format itself is what may fail
+    try:  # the model takes anything, so a failure comes from the format itself
         call_model(lambda *_, **__: None, sample, None if input_format == "none" else input_format)
     except InputError as error:
         raise InputError(f"the sample does not fit the input format {input_format}: {error}") from None

@@ -25,7 +25,7 @@ TOKEN_VARIABLE = "ATORCH_NS_ENGINE_TOKEN"
 
 
 def _ignore_event(event: object) -> None:
-    """Nobody watches."""
+    """Ignores the event."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SearchRequest:
 
     @property
     def searches(self) -> bool:
-        """Whether there is anything to search for."""
+        """True if there is anything to search for."""
         return self.load_strategy is None or self.finetune_strategy
 
     @cached_property
@@ -141,7 +141,7 @@ class SearchRequest:
         """
         options = self.search or {}
         fields = (
-            # Only what was set: the search may exceed max_micro_batches unless it was given.
+            # Only fields that were set: the search may exceed max_micro_batches unless it was given.
             options.model_dump(exclude_unset=True) if isinstance(options, SearchSettings) else dict(options)
         )
         if self.time_limit is not None:

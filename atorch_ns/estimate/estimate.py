@@ -25,15 +25,15 @@ class Workload:
 
 
 class MemoryParts(NamedTuple):
-    """Bytes on one rank at the step's worst moment; their sum is what its device must have.
+    """Bytes on one rank at the step's worst moment. Its device must have their sum.
 
     Attributes:
         parameters: weights as they are kept between steps, and buffers.
         gradients: gradients of parameters, communication buckets included.
         optimizer: states and fp32 master weights.
-        activations: what is saved for the backward pass.
+        activations: tensors that are saved for the backward pass.
         temporaries: gathered parameters, casts, workspaces of operators, the optimizer's temporaries.
-        reserve: kept by torch's allocator beyond what tensors need (CUDA), or by a method whatever the model.
+        reserve: kept by torch's allocator beyond tensors' need (CUDA), or by a method whatever the model.
         outside: held on the device beside torch's allocator: CUDA's context, NCCL's buffers.
     """
 
@@ -52,7 +52,7 @@ class MemoryParts(NamedTuple):
 
 
 class TimeParts(NamedTuple):
-    """Seconds of one step on the slowest rank; what overlaps with computation is not counted.
+    """Seconds of one step on the slowest rank, without time that overlaps with computation.
 
     Attributes:
         compute: forward and backward pass.
@@ -107,9 +107,9 @@ class Estimate:
         memory: bytes per rank at the worst moment.
         time: seconds per step.
         peak_at: the worst moment, in words: ``"backward of model.layers.0"``.
-        collectives: what each step communicates.
-        intervals: how sure it is, as factors.
-        notes: what of the strategy was added, changed or left out for the cluster, in words.
+        collectives: collectives of each step.
+        intervals: uncertainty of the figures, as factors.
+        notes: parts of the strategy that were added, changed or left out for the cluster, in words.
     """
 
     memory: MemoryParts
@@ -131,12 +131,12 @@ class Estimate:
 
     @property
     def least_bytes(self) -> float:
-        """Bytes without which it cannot run: ``peak_bytes`` less what torch's allocator can give back."""
+        """Least bytes to run: ``peak_bytes`` less the memory that torch's allocator can give back."""
         return self.allocated_bytes + self.memory.outside
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes that a rank's device must have, also outside of torch (CPU: tensors); limits are for them."""
+        """Bytes that a rank's device must have, also outside torch (CPU: tensors). Limits apply to them."""
         return self.memory.total
 
     @property

@@ -21,9 +21,9 @@ Range = tuple[float, float]
 
 FILE: Final = Path(__file__).with_name("residuals.csv")
 QUANTILES: Final = (0.1, 0.9)
-"""Of measured over predicted; eight of ten runs of a class lie between them."""
+"""Quantiles of measured over predicted. Eight of ten runs of a class lie between them."""
 OTHER: Final = "other"
-"""The class of devices without runs enough; it has the widest intervals of all."""
+"""Class of devices with too few runs. It has the widest intervals of all."""
 # Classes by the device whose kernels a device has.
 _GENERATIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("A100", "A100-PCIe"), "Ampere"),
@@ -33,11 +33,11 @@ _EXACT: Final = (1.0, 1.0)
 
 
 class Residual(NamedTuple):
-    """How far the runs of a class were from their predictions.
+    """Deviation of the runs of a class from their predictions.
 
     Attributes:
         low, high: the quantiles of measured over predicted.
-        num_runs: how many runs, or pairs of runs.
+        num_runs: number of runs, or of pairs of runs.
         sources: where they were published or measured.
     """
 
@@ -48,7 +48,7 @@ class Residual(NamedTuple):
 
     @property
     def range(self) -> Range:
-        """The quantiles with 1 between them, so that a prediction lies in its own interval."""
+        """Quantiles, widened to include 1 so that a prediction lies in its own interval."""
         return min(self.low, 1.0), max(self.high, 1.0)
 
 
@@ -62,7 +62,7 @@ class Intervals(NamedTuple):
     Attributes:
         time, memory: the least and the largest factor, around 1.
         gain: factor above which a gain over another plan on one cluster is believed: most errors are common.
-        num_pairs: pairs of runs by which that is known.
+        num_pairs: number of pairs of runs that ``gain`` is based on.
     """
 
     time: Range = _EXACT
@@ -72,7 +72,7 @@ class Intervals(NamedTuple):
 
 
 UNKNOWN: Final = Intervals()
-"""Of predictions whose interval nobody knows: the figures alone."""
+"""Intervals of predictions with unknown error: the figures alone."""
 
 
 def class_of(device: Device) -> str:
@@ -91,13 +91,13 @@ def intervals_of(hardware: Hardware) -> Intervals:
 
 
 def residual(table: Residuals, quantity: Quantity, kind: str) -> Residual:
-    """That of a class, or of the other devices."""
+    """Returns the residual of a class, or else that of the other devices."""
     return table.get((quantity, kind)) or table[quantity, OTHER]
 
 
 @functools.cache
 def residuals() -> Residuals:
-    """The file, by quantity and class."""
+    """Reads the residuals of the file, by quantity and class."""
     return {
         (row["quantity"], row["device"]): Residual(
             float(row["low"]), float(row["high"]), int(row["runs"]), row["sources"]

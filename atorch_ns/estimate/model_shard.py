@@ -39,7 +39,7 @@ class Memo:
 
 
 def groups(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """The values that rows of integer columns [R] have in common, ascending, and the rows that have them."""
+    """Distinct values of rows of integer columns [R], ascending, each with the rows that have it."""
     # One number for each combination of values (mixed radix), so that one sort finds all groups.
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
@@ -78,7 +78,7 @@ class ShardUnit:
     """Parameters that are gathered and reduced together; equal ones of one segment are one unit with a count.
 
     Attributes:
-        segment: index of its segment; -1 for the root, which holds what no other unit does.
+        segment: index of its segment; -1 for the root, which holds the parameters of no other unit.
         count: how many there are.
         parameters: the parameters of one of them, tied ones once.
     """
@@ -89,7 +89,7 @@ class ShardUnit:
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the root, which stays gathered from the forward to the backward pass."""
+        """True if it is the root, which stays gathered from the forward to the backward pass."""
         return self.segment < 0
 
 
@@ -116,7 +116,7 @@ def units_of(plan: Plan, trace: Trace) -> tuple[ShardUnit, ...]:
 
 
 def computed_in(plan: Plan) -> tuple[str, str | None]:
-    """The weights' dtype as operators see it, and autocast's."""
+    """Returns the weights' dtype as operators see it, and autocast's."""
     weights = plan.sharding.gather_dtype or plan.precision.parameter_dtype
     return weights, plan.precision.compute_dtype
 
@@ -148,7 +148,7 @@ def reduced_bytes(plan: Plan, parameters: Iterable[ParameterSpec]) -> int:
 
 
 def stored_dtype(plan: Plan, parameter: ParameterSpec, dtype: str | None) -> str:
-    """The dtype of a parameter that the plan may hold in ``dtype``; integers stay what they are."""
+    """The dtype of a parameter that the plan may hold in ``dtype``. Integers keep theirs."""
     if parameter.dtype not in _FLOATING:
         return parameter.dtype
     base = plan.precision.parameter_dtype if plan.precision.parameter_dtype != "float32" else parameter.dtype
@@ -197,14 +197,14 @@ def _is_unit(plan: Plan, segment: Segment) -> bool:
 
 
 def matches(selector: str, segment: Segment) -> bool:
-    """Whether a selector of modules means the blocks of a segment."""
+    """Returns whether a selector of modules matches the blocks of a segment."""
     return selector.rpartition(".")[2] == segment.block_class or any(
         fnmatch.fnmatchcase(path, selector) for path in segment.paths
     )
 
 
 def is_recomputed(plan: Plan, segment: Segment) -> bool:
-    """Whether recomputation selects the blocks of a segment, all of them or every n-th."""
+    """Returns whether recomputation selects the blocks of a segment, all of them or every n-th."""
     is_on, selectors = plan.recomputation.kind != "none", plan.recomputation.selectors
     return (
         is_on
@@ -214,7 +214,7 @@ def is_recomputed(plan: Plan, segment: Segment) -> bool:
 
 
 def saved_results(plan: Plan, cost: SegmentCost) -> list[ForwardResult]:
-    """What selective recomputation keeps of a segment; empty under any other plan."""
+    """Returns the results that selective recomputation keeps of a segment; empty under any other plan."""
     again = plan.recomputation
     if again.kind != "selective":
         return []
@@ -234,7 +234,7 @@ def _has_shared_parameters(trace: Trace, position: int) -> bool:
 
 
 class AxisUses(tuple[AxisUse, ...]):
-    """The ways to use the axes of a table's plans; a key of the memo by identity: there may be thousands."""
+    """Distinct uses of axes in a table's plans. They key the memo by identity, as there may be thousands."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -252,7 +252,7 @@ class AxisUses(tuple[AxisUse, ...]):
 
     @cached_property
     def flags(self) -> Mapping[str, np.ndarray]:
-        """What is so or not with each, by its name in :class:`Sizes`."""
+        """Flags of each use, by their name in :class:`Sizes`."""
         return {
             "tensor_sequence": np.asarray([use.tensor.sequence for use in self]),
             "asynchronous": np.asarray([use.tensor.asynchronous for use in self]),
@@ -318,7 +318,7 @@ class Sizes:
 
     @cached_property
     def divides(self) -> bool:
-        """Whether any of the plans divides layers, samples or experts."""
+        """True if any of the plans divides layers, samples or experts."""
         return any(bool((degrees > 1).any()) for degrees in (self.tensor, self.sequence, self.expert))
 
     @cached_property
@@ -386,7 +386,7 @@ class ModelShard:
         last: np.ndarray,
         recomputed: np.ndarray,
     ) -> ModelShard:
-        """The same with [R, S] blocks on each rank."""
+        """Returns these parts with [R, S] blocks on each rank."""
         columns = tuple(counts[:, s] for s in range(counts.shape[1]))
         return replace(
             self,
@@ -407,12 +407,12 @@ class ModelShard:
 
     @cached_property
     def divides(self) -> bool:
-        """Whether any of the plans divides the model."""
+        """True if any of the plans divides the model."""
         return self.is_cut or self.sizes.divides
 
     @cached_property
     def is_cut(self) -> bool:
-        """Whether the plans have stages."""
+        """True if the plans have stages."""
         return any(isinstance(count, np.ndarray) for count in self.counts)
 
     @cached_property
@@ -484,5 +484,5 @@ class ModelShard:
         return count > 0
 
     def total(self, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
-        """The sum of ``of`` (a value for a block of each segment) over all blocks of the rank."""
+        """Sums ``of`` (a value for a block of each segment) over all blocks of the rank."""
         return sum(value * count for value, count in zip(of, self.counts, strict=True))

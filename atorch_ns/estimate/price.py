@@ -29,7 +29,7 @@ class Prices:
         time: [N, 9] seconds, columns as :class:`TimeParts`.
         peak_at: [N] index into ``moments``.
         moments: names of the moments of a step.
-        intervals: how sure the figures are, as factors.
+        intervals: uncertainty of the figures, as factors.
     """
 
     memory: np.ndarray
@@ -92,7 +92,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
 
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload) -> Estimate:
-    """Prices one plan, with what it communicates."""
+    """Prices one plan, with its collectives."""
     table = PlanTable.of([plan])
     prices = price(table, profile, cluster, workload)
     assert profile.trace is not None

@@ -81,7 +81,7 @@ class Owners(NamedTuple):
     starts: np.ndarray
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """Row with the largest value among the rows of each plan, [R]."""
+        """[R] row of each plan with the largest value."""
         most = np.maximum.reduceat(values, self.starts)[self.plans]  # [R'] the maximum of the row's plan
         rows = np.flatnonzero(values == most)
         _, first = np.unique(self.plans[rows], return_index=True)  # of equal rows the first
@@ -160,7 +160,7 @@ def _distinct_ranks(
 
 
 def known_stages(pipeline: PipelineParallelism, trace: Trace, num_ranks: int, memo: Memo) -> Stages:
-    """:func:`stages_of`, once for each pipeline."""
+    """Calls :func:`stages_of` once for each pipeline."""
     return memo.get(("stages", pipeline, num_ranks), lambda: stages_of(pipeline, trace, num_ranks, memo))
 
 
@@ -180,7 +180,7 @@ def stages_of(
 ) -> Stages:
     """The stages that a pipeline makes of a model.
 
-    Blocks, and what runs between them, are the pieces; ``auto`` balances their floating point operations.
+    The pieces are blocks and the segments between them; ``auto`` balances their floating point operations.
 
     Args:
         memo: knows the blocks of stages that other pipelines have too.

@@ -20,8 +20,8 @@ class PlanTable:
     """Many plans: a few that differ in kind, each with any number of sizes.
 
     Row ``i`` is the plan ``templates[template[i]]`` with its axes of the given sizes and its number of
-    micro-batches. What differs in kind (precision, sharding, recomputation, …) is read off the templates
-    once; what differs in size only is a column.
+    micro-batches. Differences in kind (precision, sharding, recomputation, …) are read off the templates
+    once. Differences in size are columns.
 
     Attributes:
         templates: plans that differ in kind.
@@ -136,7 +136,7 @@ def _build_sizes(columns: np.ndarray, uses: AxisUses) -> Sizes:
 
 
 def template_of(plan: Plan, **changes: Any) -> Plan:
-    """The plan without its sizes and with ``changes`` applied: what rows of a table have in common.
+    """Returns the common part of a table's rows: the plan without its sizes, with ``changes`` applied.
 
     Sharded states are divided over :meth:`Sizes.shards` ranks, whatever axes the template was made for.
     """

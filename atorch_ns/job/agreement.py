@@ -40,11 +40,11 @@ _TOLERANCE: Final = 1e-2
 """Floating values may differ by this share of the largest: ranks may have rounded them in bfloat16 (2^-8)."""
 
 _EVERY: Final = 1000
-"""A comparison waits for the device: even one as long as a step takes a thousandth of the time at most."""
+"""Steps between comparisons. Each waits for the device, so one as long as a step costs 0.1 % of the time."""
 
 
 class _Leaf(NamedTuple):
-    """A value of a batch, as ranks tell each other of it."""
+    """Description of one value of a batch, as ranks send it to each other."""
 
     where: str
     kind: str
@@ -54,8 +54,8 @@ class _Leaf(NamedTuple):
 class SameBatch:
     """Compares the samples of the ranks along the axes tensor, sequence and pipeline.
 
-    The first call and every thousandth after it are compared, of training and of inference each. Ranks that
-    make their data without a common seed would otherwise train one model on different samples in silence.
+    Compares the first call and every thousandth call after it, separately for training and inference. Ranks
+    that create their data without a common seed would otherwise silently train on different samples.
 
     Args:
         mesh: the arrangement of ranks.
@@ -67,7 +67,7 @@ class SameBatch:
         self._counts = {True: 0, False: 0}
 
     def attach(self, module: nn.Module) -> None:
-        """Checks what ``module`` is called with."""
+        """Checks the inputs of every call of ``module``."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.check({**dict(enumerate(args)), **kwargs})
@@ -75,7 +75,7 @@ class SameBatch:
         module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True, with_kwargs=True)
 
     def check(self, samples: Any) -> None:
-        """Compares ``samples``, a nest of tensors, if it is their turn; collective over those ranks then.
+        """Compares ``samples``, a nest of tensors, if a comparison is due. Collective over those ranks then.
 
         Raises:
             InputError: on each of them, if the samples of two ranks differ; it names the first place.
@@ -142,23 +142,23 @@ def _kinds_text(entries: list[_Leaf]) -> str:
 
 
 _FIRST_UPDATES: Final = (1, 2, 3, 10, 30, 100, 300)
-"""Updates that are compared after the beginning and after a load. Masters are rounded into weights after the
-update that is seen, so the third shows two. Later ones are for runs that end before the thousandth."""
+"""Updates compared after the start and after a load. The rounding of masters into weights happens after the
+observed update, so the third shows two. Later ones serve runs that end before the thousandth."""
 
 _NUM_SAMPLED: Final = 16
-"""Elements of each parameter that tell an update of its own from rounding."""
+"""Number of sampled elements per parameter, which distinguish a separate update from rounding."""
 
 _ROUNDING: Final = 1e-4
-"""Copies may differ by this share of the largest sampled element, as other processors round otherwise."""
+"""Largest allowed difference as a share of the largest sampled element. Processors round differently."""
 
 _OF_SAMPLES: Final = "its "
-"""Begins the names of what may differ between ranks."""
+"""Prefix of names that may differ between ranks."""
 
 _DATA_AXES: Final = ("data", "zero", "expert")
 
 
 class _Record(NamedTuple):
-    """State after an update: [2, P] names of parts as numbers and sums of their bits; [P, n] elements."""
+    """State after an update: [2, P] numbered part names and sums of their bits, and [P, n] elements."""
 
     update: int
     paths: list[str]
@@ -167,20 +167,20 @@ class _Record(NamedTuple):
 
 
 class SameWeights:
-    """Compares the weights of ranks that hold copies; waits only for a rank that is two records behind.
+    """Compares the weights of ranks that hold replicas. Waits only for a rank that is two records behind.
 
-    After some updates each rank writes a checksum of the bits of each parameter, or of its part, into the
-    store by which ranks have met. It reads those of ranks with copies when they are there. Gradients that
-    were changed, left out or not reduced on one rank show here, whatever loop has made them.
+    After some updates each rank writes a checksum of the bits of each parameter, or of its shard, to the
+    rendezvous store. It reads the checksums of its replicas once they are there. This finds gradients that
+    were changed, omitted or not reduced on one rank, with any training loop.
 
     Args:
         mesh: the arrangement of ranks.
         roots: modules with the parameters of this rank.
-        name: of the job, the same on all ranks and on no other job.
-        gradients: whether each rank updates some weights and sends them; gradients are then compared too.
+        name: name of the job, the same on all ranks and unique among jobs.
+        gradients: whether each rank updates some weights and sends them. Gradients are then compared too.
 
     Attributes:
-        is_on: whether weights are compared; the same on all ranks.
+        is_on: whether weights are compared. The same on all ranks.
     """
 
     def __init__(self, mesh: Mesh, roots: list[nn.Module], name: str, *, gradients: bool = False) -> None:
@@ -195,11 +195,11 @@ class SameWeights:
         self._squares = 0.0  # sum of squared batch sizes
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks from now on after the updates of an optimizer, whatever loop calls them."""
+        """Checks weights after each update of an optimizer from now on, whichever loop calls it."""
         optimizer.register_step_pre_hook(self._note_gradient)
         optimizer.register_step_pre_hook(self._note_gradients)
         optimizer.register_step_post_hook(self._after_update)
-        parts = getattr(optimizer, "optim", optimizer)  # of zero1, which updates this rank's part
+        parts = getattr(optimizer, "optim", optimizer)  # zero1's optimizer of this rank's shard
         self._outside = OutsideWeights(self._name, self._others, optimizers=(optimizer, parts))
 
     def _note_gradient(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -234,11 +234,11 @@ class SameWeights:
         return update - self._begin in _FIRST_UPDATES or update % _EVERY == 0
 
     def begin_anew(self) -> None:
-        """Compares the next updates, as after a load, on all ranks."""
+        """Restarts the schedule of comparisons on all ranks, as after a load."""
         self._begin = self._num_updates
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._note_gradient(optimizer)  # of a closure; one that was there before the step may have gone
+        self._note_gradient(optimizer)  # gradient of a closure; an earlier one may have been cleared
         has_gradient, self._has_gradient = self._has_gradient, False
         # Without a gradient nothing was exchanged, and ranks may be at other updates.
         if not (self.is_on and has_gradient):
@@ -271,11 +271,11 @@ class SameWeights:
         store.set(self._store_key(self._rank, "sums"), record.sums.tobytes())
         store.set(self._store_key(self._rank, "samples"), record.samples.tobytes())
         self._waiting[self._number] = record
-        for what in ("sums", "samples"):  # all have read those: a rank that is two behind ends the others
+        for what in ("sums", "samples"):  # read by all: a rank that is two behind ends the others
             store.delete_key(self._store_key(self._rank, what, self._number - 3))
 
     def note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook before a forward pass of the model."""
+        """Hook that runs before a forward pass of the model."""
         sizes = batch_sizes((args, kwargs)) if torch.is_grad_enabled() else ()
         self._squares += float(max(sizes, default=0)) ** 2  # squared, so that 4 and 8 differ from 6 and 6
 
@@ -305,7 +305,7 @@ class SameWeights:
         for rank in self._others:
             sums = np.frombuffer(store.get(self._store_key(rank, "sums", number)), np.int64).reshape(2, -1)
             samples = np.frombuffer(store.get(self._store_key(rank, "samples", number)), np.float32)
-            # Compare only parts that both hold; other stages or shards hold others.
+            # Compare only parts that both ranks hold; other stages or shards hold different parts.
             _, here, there = np.intersect1d(record.sums[0], sums[0], return_indices=True)
             differ = record.sums[1][here] != sums[1][there]
             if differ.any():
@@ -351,17 +351,17 @@ class SameWeights:
 
 
 class OutsideWeights:
-    """Warns once of an optimizer from outside of auto_accelerate that makes weights differ between ranks.
+    """Warns once if an optimizer created outside auto_accelerate makes weights differ between ranks.
 
-    Nothing averages gradients outside of the model, as of a loss with parameters. After some updates a rank
-    writes a checksum of all that such an optimizer updates into the store, and later reads those of
+    Nothing averages gradients outside the model, such as those of a parametric loss. After some updates a
+    rank writes a checksum of all weights of such an optimizer to the store. It later reads the checksums of
     ``others`` that are there. ``optimizers`` are the job's optimizers.
     """
 
     def __init__(self, name: str, others: Sequence[int], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._name, self._others = name, others
         self._updates = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]()
-        self._indices = count()  # ranks let go of optimizers at times of their own
+        self._indices = count()  # ranks release optimizers at different times
         self._waiting = WeakKeyDictionary[torch.optim.Optimizer, tuple[str, bytes]]()
         self._optimizers = WeakSet(optimizers)  # weak, as their hooks hold this object
         for optimizer in self._optimizers:
@@ -371,14 +371,14 @@ class OutsideWeights:
         finalize(self, handle.remove)
 
     def _mark_as_known(self, *_: object) -> None:
-        """Is among the hooks of optimizers that need no look."""
+        """Marks optimizers that need no check by its presence among their hooks."""
 
     def _check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        # A script may go on when its ranks have parted.
+        # A script may continue after its ranks have separated.
         if not dist.is_initialized() or not self._is_from_outside(optimizer):
             return
         if self._have_sums_parted(optimizer):
-            optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
+            optimizer.register_step_post_hook(self._mark_as_known)  # another job does not repeat it
             log.warning(
                 "an optimizer (%s) that auto_accelerate did not create makes weights differ between ranks: nothing averages "
                 "the gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "
@@ -394,14 +394,14 @@ class OutsideWeights:
     def _is_from_outside(self, optimizer: torch.optim.Optimizer) -> bool:
         owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
         if any(isinstance(owner, OutsideWeights) for owner in owners):
-            return False  # of a job, or told of
+            return False  # belongs to a job, or already reported
         parameters = _updated_by(optimizer)
-        # Another may be inside of one of the job's, as that of SAM.
+        # It may be the inner optimizer of one of the job's, as with SAM.
         is_inside = any(parameters & _updated_by(inside) for inside in self._optimizers)
         return not is_inside and not any(isinstance(p, DTensor) or not _is_plain(p) for p in parameters)
 
     def _have_sums_parted(self, optimizer: torch.optim.Optimizer) -> bool:
-        # Compares the last checksums once, as soon as those of all others are there; does not wait for them.
+        # Compares the last checksums once all others are there; does not wait for them.
         store, (key, sums_here) = default_store(), self._waiting.get(optimizer, ("", b""))
         if not key or not store.check([f"{key}/{rank}" for rank in self._others]):
             return False
@@ -437,7 +437,7 @@ def _ranks_with_copies(mesh: Mesh) -> list[int]:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    part = local_part(parameter).detach()  # a parameter is of a class of its own
+    part = local_part(parameter).detach()  # a parameter has its own class
     # Packed parts of other libraries are subclasses whose elements cannot be read.
     return (
         type(part) is torch.Tensor and part.layout == torch.strided and not part.is_meta and part.numel() > 0
@@ -461,14 +461,14 @@ def _key_of(path: str, parameter: torch.Tensor) -> int:
 
 
 def _on_cpu(values: list[torch.Tensor], width: int) -> torch.Tensor:
-    # That of the weights: options of an optimizer are on the CPU.
+    # Device of the weights, since options of an optimizer are on the CPU.
     device = next((value.device for value in values if value.device.type != "cpu"), "cpu")
     alike = [value.to(device) for value in values]  # one copy to the host for all
     return torch.stack(alike).cpu() if values else torch.zeros((0, width) if width else 0)
 
 
 def _sample_elements(part: torch.Tensor) -> torch.Tensor:
-    """[n] elements at even distances, as float32; of a small array some of them again."""
+    """[n] elements at equal distances, as float32. A small array repeats some of them."""
     flat = (torch.view_as_real(part) if part.is_complex() else part).reshape(-1)
     places = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLED, device=flat.device).long()
     return flat[places].float()

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def synchronise_batch_norms(job: Job) -> None:
-    """Lets batch norms in training take mean and variance over the samples of all data ranks.
+    """Makes batch norms in training compute mean and variance over the samples of all data ranks.
 
-    On GPUs torch's own become its ``SyncBatchNorm``. That refuses CPUs, and drops what subclasses add, such
-    as an activation: there the function they call is computed with collectives. Names in the model stay.
+    On GPUs, torch's batch norms become ``SyncBatchNorm``. It does not support CPUs and drops additions of
+    subclasses, such as an activation. Collectives then compute the called function instead. Names stay.
     """
     assert job.mesh is not None
     group = job.mesh.data_group
@@ -44,7 +44,7 @@ def synchronise_batch_norms(job: Job) -> None:
 
 
 def note_batch_norms(job: Job) -> str:
-    """A note on batch norms that differ from one process, with what can be done; empty where none does."""
+    """A note on batch norms that differ from one process, with remedies. Empty if there are none."""
     num = sum(isinstance(module, BatchNorm) for root in job.roots for module in root.modules())
     apart = []
     if job.num_data_ranks > 1 and not job.step.shares_batch_norms:
@@ -67,7 +67,7 @@ def _run_norm(norm: nn.Module, shared: _Shared, *args: Any, **kwargs: Any) -> An
 
 
 class _Shared(TorchFunctionMode):
-    """Computes ``torch.nn.functional.batch_norm`` over the batches of all ranks of a group."""
+    """Computes ``torch.nn.functional.batch_norm`` over the batches of all ranks in a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``x`` [B, C, ...] normalised by each channel's mean and variance over all ranks, of any batch sizes."""
+    """``x`` [B, C, ...] normalised per channel by mean and variance over all ranks, of any batch sizes."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     dims = [0, *range(2, x.dim())]  # all dims but C
@@ -100,7 +100,7 @@ def _batch_norm(
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # sums need fp32
 
     def total(value: torch.Tensor) -> torch.Tensor:
-        # Every rank's loss depends on it, so its gradient is a sum too.
+        # The loss of every rank depends on the sum, so its gradient is a sum too.
         return reduce_from(copy_to(value, group), group)
 
     count = torch.full((1,), x.numel() / x.size(1), dtype=wide.dtype, device=x.device)

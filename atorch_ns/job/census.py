@@ -40,14 +40,14 @@ from atorch_ns.torch_compat import (
 
 
 class Census:
-    """What depends on the parameters of a user's model being the tensors that they are.
+    """Uses of a model's parameters that break if other tensors take their place.
 
     Args:
         model: the model, before any method.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # References keep no memory, and no number that another tensor has later.
+        # References take no memory, and their ids are not reused by later tensors.
         self._parameters = {name: ref(parameter) for name, parameter in model.named_parameters()}
         anew = {  # before every pass, by hooks such as spectral_norm's
             f"{path}.{hook.name}".removeprefix(".")
@@ -69,10 +69,10 @@ class Census:
         ]
 
     def check(self, job: Job) -> None:
-        """Refuses what the applied strategy breaks, and carries over hooks of gradients.
+        """Refuses uses that the applied strategy breaks, and carries over gradient hooks.
 
         Raises:
-            InputError: naming what is broken, and the way out.
+            InputError: naming the broken use and the remedy.
         """
         if self._max_norm_names and (job.num_data_ranks > 1 or self._is_replaced(job)):
             raise InputError(
@@ -109,7 +109,7 @@ class Census:
         )
 
     def _stop_stale_optimizers(self, now: Iterable[torch.Tensor]) -> None:
-        # Former parameters of the model: an optimizer of them would train nothing.
+        # These are former parameters of the model, so their optimizer would train nothing.
         new_ids = {id(parameter) for parameter in now}
         stale = {id(p) for reference in self._parameters.values() if (p := reference()) is not None} - new_ids
 
@@ -119,7 +119,7 @@ class Census:
                 "them, so it would train nothing. Give its class as optim_func, or create it with result.model.parameters()."
             )
 
-        # Nobody has told of them: a script may make one and step it in a loop of its own.
+        # These optimizers were never passed in: a script may create one and step it in its own loop.
         things = gc.get_objects() if stale else []
         for optimizer in [thing for thing in things if issubclass(type(thing), torch.optim.Optimizer)]:
             groups = vars(optimizer).get("param_groups", ())
@@ -130,7 +130,7 @@ class Census:
 
 
 def carry_hooks(job: Job, hooks: Iterable[tuple[str, torch.Tensor | None, HookTable, HookTable]]) -> None:
-    """Has users' gradient hooks called with the gradients of all ranks; ``hooks`` has names, present
+    """Calls users' gradient hooks with the gradients of all ranks. ``hooks`` holds names, current
     parameters and tables of :func:`~atorch_ns.torch_compat.hook_tables`."""
     here = [(name, parameter, early, late) for name, parameter, early, late in hooks if parameter is not None]
     _warn_of_scale(job, [name for name, *_ in here])
@@ -159,8 +159,8 @@ def _warn_of_scale(job: Job, names: Sequence[str]) -> None:
 
 
 def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
-    """Carries over gradient hooks that are registered later, when a backward pass begins; those of a
-    pipeline, which the train_step of ``observe`` alone runs, before its passes."""
+    """Carries over gradient hooks registered later, at the start of a backward pass. Those of a pipeline,
+    which only the train_step of ``observe`` runs, are carried over before its passes."""
     if job.cluster.world_size == 1 or job.optimizer.take_over is not None:
         return
     parameters = [(plain_name(name), p) for name, p in job.module.named_parameters()]
@@ -183,22 +183,22 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
 
     def look() -> None:
         take()
-        if joins:  # each further pass too: the output may be older than the hooks
+        if joins:  # also for each further pass: the output may be older than the hooks
             job.gradients.join_pass(job.module)
 
     if job.parts.stages:
         observe("forward_backward", look, when="before")
     else:
-        # A loss that reads weights may call their hooks before its backward pass comes to the model.
+        # A loss that reads weights may call their hooks before its backward pass reaches the model.
         job.module.register_forward_pre_hook(torch.compiler.disable(take))
         follow = follow_backward_passes(job.module, look)
         job.gradients.follow = job.gradients.follow or follow
 
 
 class ForwardChanges:
-    """Changes by forward passes in the user's model, such as of a counter, once a micro-batch and not a step.
+    """Detects changes by forward passes in the user's model that occur once per micro-batch, not per step.
 
-    The second call of the first step with several micro-batches is compared; changes by the first alone stay.
+    Compares the second call in the first step with several micro-batches. Changes by the first alone stay.
     """
 
     def __init__(self, job: Job) -> None:
@@ -210,7 +210,7 @@ class ForwardChanges:
 
     @contextmanager
     def look(self, num_micro_batches: int) -> Iterator[None]:
-        """Around the passes of a step; collective, and warns, in the first with several micro-batches."""
+        """Surrounds the passes of a step. Warns in the first with several micro-batches. Collective."""
         if self._is_done or num_micro_batches == 1:
             yield
             return
@@ -235,7 +235,7 @@ class ForwardChanges:
             self._job.warn(text)
 
     def mark(self, root: nn.Module, *_: Any) -> None:
-        """Before and after a micro-batch passes through the model or a stage."""
+        """Hook before and after a micro-batch passes through the model or a stage."""
         if self._marks is not None:
             self._marks[root] += 1  # 1, 2: around its first pass; 3, 4: around its second
             if self._marks[root] == 3:  # before its second pass
@@ -274,7 +274,7 @@ def _comparable_value(value: Any) -> object:
         return repr(value)  # for NaN too
     if type(value) not in (torch.Tensor, nn.Parameter) or value.requires_grad or value.is_meta:
         return None
-    if isinstance(value, nn.Parameter) and value.is_floating_point():  # frozen: its sum will do
+    if isinstance(value, nn.Parameter) and value.is_floating_point():  # frozen parameters: their sum suffices
         return repr(value.sum(dtype=torch.float32).tolist())
     if value.layout != torch.strided:
         return None
@@ -284,7 +284,7 @@ def _comparable_value(value: Any) -> object:
 
 
 def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
-    """Has passes refuse second derivatives, the first also lost writes to weights (:class:`StepError`)."""
+    """Makes passes refuse second derivatives, and the first also lost weight writes (:class:`StepError`)."""
     note_inner_hooks(job.roots)
     if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
         extend_dtensor_operators((job.module, *job.parts.stages))
@@ -294,7 +294,7 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is not None:
         updated_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in job.roots:
-            inner = traced_modules(root)  # hooks there would be compiled
+            inner = traced_modules(root)  # hooks on inner modules would be compiled
             for path, module in root.named_modules():
                 if module not in inner and any(True for _ in module.parameters()):
                     _watch_writes(plain_name(path), module, updated_ids)
@@ -303,7 +303,7 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def refuse_new_parameters(job: Job) -> None:
-    """Has forward passes refuse parameters added after the call, which each rank would train alone."""
+    """Makes forward passes refuse later parameters, which each rank would train separately."""
     model = ref(job.module)
     modules = WeakSet(job.module.modules())
     known_ids = {id(parameter) for parameter in job.module.parameters()}
@@ -343,7 +343,7 @@ def _watch_writes(path: str, module: nn.Module, updated_ids: set[int]) -> None:
     marks: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
 
     def mark(parameter: torch.Tensor) -> tuple[int, ...]:
-        # A unit gathers anew in each pass, and only the bits show a write through .data.
+        # A unit gathers again in each pass, and only the bits reveal a write through .data.
         if isinstance(module, FSDPModule) and type(parameter.data) is torch.Tensor:
             return parameter._version, parameter.data_ptr(), int(sum_of_bits(parameter.detach()))
         return (parameter._version,)
@@ -368,7 +368,7 @@ def _watch_writes(path: str, module: nn.Module, updated_ids: set[int]) -> None:
                 )
         marks.clear()
 
-    # fully_shard lets go of what it has gathered in a hook of its own.
+    # fully_shard frees gathered weights in a hook of its own.
     handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
 
 
@@ -379,13 +379,13 @@ def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> N
 
     if torch.is_grad_enabled():
         for tensor in tensors_of(output):
-            # Of the model itself: a gradient of the loss by the output does not come there.
+            # Hooks on the model itself miss a gradient of the loss with respect to the output.
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(look)
 
 
 def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
-    """A forward hook for a module whose backward pass begins by hooks on its results: they must be in sight.
+    """A forward hook for a module whose backward pass starts at hooks on its results, which must be visible.
 
     Raises:
         StepError: if results with gradients are in objects that torch does not look into.
@@ -396,7 +396,7 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
             return
         for leaf in tree_leaves(output):
             hidden = tensors_of(list(vars(leaf).values())) if hasattr(leaf, "__dict__") else []
-            # That calls a module again has its tensors in sight then.
+            # An object that calls a module again exposes its tensors then.
             is_seen = isinstance(leaf, torch.Tensor) or getattr(leaf, "calls_module_again", False)
             if not is_seen and any(tensor.requires_grad for tensor in hidden):
                 raise StepError(
@@ -441,7 +441,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory_of(tensor: torch.Tensor | None) -> tuple[int, int, int] | None:
-    """Storage and range of elements' addresses in it; ``None`` for tensors without memory of their own."""
+    """Storage and its range of element addresses, or ``None`` for tensors without memory of their own."""
     if tensor is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return None
     try:

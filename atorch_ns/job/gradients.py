@@ -32,14 +32,14 @@ from atorch_ns.torch_compat import (
 log = logging.getLogger("atorch_ns")
 
 SkipSync = Callable[[], AbstractContextManager[None]]
-"""Gives a context in which backward passes add to local gradients and communicate nothing."""
+"""Creates a context in which backward passes add to local gradients without communication."""
 
 Clip = Callable[[Iterable[torch.Tensor], float, float], torch.Tensor]
 """Clips gradients: ``(parameters, max_norm, norm_type) -> norm before``."""
 
 
 def never_synchronised() -> AbstractContextManager[None]:
-    """The context for jobs whose gradients stay on one rank: none."""
+    """An empty context for jobs whose gradients stay on one rank."""
     return nullcontext()
 
 
@@ -51,18 +51,18 @@ def gradient_norm(
     stages: dist.ProcessGroup | None = None,
     remote: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """The norm of all gradients as if they were one vector, the same on every rank.
+    """The norm of all gradients as one vector, the same on every rank.
 
-    Replicated gradients count once; shards are summed over the ranks that hold them (collective).
+    Replicated gradients count once. Shards are summed over the ranks that hold them (collective).
 
     Args:
         parameters: tensors whose ``grad`` is read; those without one are skipped.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
-        stages: ranks that hold other parameters of the same model, of any dtypes; collective over them.
-        remote: parameters that another of these ranks counts; their gradients are scaled, not counted.
+        stages: ranks that hold other parameters of the model, of any dtypes. Collective over them.
+        remote: parameters that another of these ranks counts. Their gradients are scaled but not counted.
 
     Returns:
-        A 0-d tensor, float32, or float64 where a gradient is.
+        A 0-d tensor in float32, or float64 if a gradient is float64.
     """
     everything = list(parameters)
     left_out = {id(parameter) for parameter in remote}
@@ -86,7 +86,7 @@ def clip_gradients(
     stages: dist.ProcessGroup | None = None,
     remote: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scales all gradients so that their norm is at most ``max_norm``; collective where they are divided.
+    """Scales all gradients so that their norm is at most ``max_norm``. Collective for sharded gradients.
 
     The arguments are those of :func:`gradient_norm`.
 
@@ -105,7 +105,7 @@ def _at_least_float32(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of gradients of one mesh and of the same placements; collective where they are divided."""
+    """The norm of gradients with one mesh and equal placements. Collective for sharded gradients."""
     first = grads[0]
     if not isinstance(first, DTensor):
         return torch.nn.utils.get_total_norm(
@@ -124,11 +124,11 @@ def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 _PIECE = 2**15
-"""Elements of which torch's norm on CPUs is right to 1e-7 (2.13, fp32); of 20 million it is 1e-3 off."""
+"""Elements for which torch's CPU norm is accurate to 1e-7 (2.13, fp32); for 20 million it is 1e-3 off."""
 
 
 def _split_gradient(grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    # Norms of short pieces, taken one by one and together, are exact to rounding.
+    # The norm of the norms of short pieces is exact to rounding.
     if grad.device.type != "cpu" or grad.numel() <= _PIECE or not grad.is_contiguous():
         return (grad,)
     return cast(tuple[torch.Tensor, ...], grad.reshape(-1).split(_PIECE))
@@ -146,7 +146,7 @@ def _by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The p-norm of the p-norms ``norm``, 0-d, that the ranks of ``group`` hold; collective."""
+    """The p-norm of ``norm``, 0-d p-norms on the ranks of ``group``. Collective."""
     if norm_type == float("inf"):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm
@@ -165,13 +165,13 @@ class _Sum:
 
 @dataclass
 class GradientHooks:
-    """Functions of the user for the gradient of one parameter.
+    """User hooks for the gradient of one parameter.
 
     Attributes:
-        name: the parameter's in the user's model.
-        parameter: the parameter as it is now, or this rank's part of it.
-        hooks: those of ``register_hook``, called with the gradient; what they return takes its place.
-        late: those of ``register_post_accumulate_grad_hook``, called with the parameter.
+        name: name of the parameter in the user's model.
+        parameter: the current parameter, or this rank's part of it.
+        hooks: ``register_hook`` functions, called with the gradient. Their results replace it.
+        late: ``register_post_accumulate_grad_hook`` functions, called with the parameter.
     """
 
     name: str
@@ -185,15 +185,15 @@ class GradientHooks:
         self._is_open = False  # between begin() and call()
 
     def watch(self) -> None:
-        """Sees a loss that reads the weight add to its gradient before the model's pass, or without it."""
+        """Detects gradients that a loss reading the weight adds before or without the model's pass."""
         if self.parameter.requires_grad:
             before_accumulation(self.parameter, lambda _: None if self._is_open else self.begin(1))
 
     def begin(self, num_sums: int) -> None:
-        """A backward pass begins, the first since the last call or a further part of the same step.
+        """Starts a backward pass, the first since the last call or a further part of the same step.
 
         Args:
-            num_sums: the number of ranks that each have a share of the gradient so far.
+            num_sums: the number of ranks that each hold a share of the current gradient.
         """
         gradient = self.parameter.grad
         if gradient is None or not self._is_open:
@@ -203,18 +203,18 @@ class GradientHooks:
         self._is_open = True
 
     def forget_replaced(self) -> None:
-        """Forgets the gradient before if the loop has replaced it; a reducer moves what it reduces."""
+        """Forgets the previous gradient if the loop has replaced it. A reducer moves its gradients."""
         if self._last_gradient is not None and self._last_gradient() is not self.parameter.grad:
             self._before = None
 
     def call(self, *, late: bool) -> None:
-        """Calls them, if there is a gradient; ``hooks`` get what has been added, as in each backward pass.
+        """Calls the hooks if there is a gradient. ``hooks`` get the added part, as in each backward pass.
 
         Args:
-            late: whether a backward pass has added to it; ``autograd.grad`` calls ``hooks`` alone.
+            late: whether a backward pass has added to it. ``autograd.grad`` calls only ``hooks``.
         """
         if not (late or self._is_open):
-            return  # a forward pass has come that no backward pass has followed
+            return  # no backward pass has followed the last forward pass
         parameter, before = self.parameter, self._before
         self._before, self._is_open = None, False
         self.hooks = [hook for hook in self.hooks if hook.is_registered]  # drops removed hooks
@@ -233,7 +233,7 @@ class GradientHooks:
 
 
 def gradient_versions(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int, int]]:
-    """Which gradient each parameter has, and how often it and this rank's part of it were written."""
+    """The identity of each parameter's gradient, and the write counts of it and of this rank's part."""
     pairs = ((parameter, parameter.grad) for parameter in parameters)
     return {p: (id(grad), grad._version, _local_part(grad)._version) for p, grad in pairs if grad is not None}
 
@@ -241,9 +241,9 @@ def gradient_versions(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, 
 class GradientSums:
     """Sums gradients over groups of ranks after the last backward pass of a step.
 
-    Used for parameters that are whole on every rank of a group while each rank sees a part of what they do:
-    norms on a part of the sequence, weights shared by two pipeline stages. Run by ``train_step``, by clipping
-    and by the optimizer's step, whichever comes first, once only. Later passes may add to summed gradients.
+    Used for parameters that are whole on every rank of a group while each rank sees only part of their work:
+    norms on a part of the sequence, weights shared by two pipeline stages. ``train_step``, clipping or the
+    optimizer's step runs it, whichever comes first, only once. Later passes may add to summed gradients.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class GradientSums:
         return bool(self._sums or self._hooks)
 
     def call_after(self, hooks: Sequence[GradientHooks]) -> None:
-        """Calls the user's functions once gradients are complete, in place of in every backward pass."""
+        """Calls the user's functions once gradients are complete, instead of in every backward pass."""
         entries = {entry.parameter: entry for entry in self._hooks}
         for entry in hooks:
             if entry.parameter in entries:
@@ -276,19 +276,19 @@ class GradientSums:
                 entry.watch()
 
     def add(self, names: Iterable[str], group: dist.ProcessGroup, *, mean: bool = False) -> None:
-        """Lets gradients be summed over a group of ranks.
+        """Adds parameters whose gradients are summed over a group of ranks.
 
         Args:
             names: the parameters' names in the user's model, the same on all ranks of the group.
             group: the ranks.
-            mean: whether to divide the sum by their number, where nothing else averages over the data.
+            mean: whether to divide the sum by the number of ranks, if nothing else averages over the data.
         """
         unique_names = frozenset(names)
         if unique_names and group.size() > 1:
             self._sums.append(_Sum(unique_names, group, mean))
 
     def leave(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
-        """Takes parameters out of the sums over a group over which something else averages them."""
+        """Removes parameters from the sums over a group if something else averages them over it."""
         averaged_names = frozenset(names)
         self._sums = [
             replace(entry, names=entry.names - averaged_names) if entry.group is group else entry
@@ -296,11 +296,11 @@ class GradientSums:
         ]
 
     def watch(self, module: nn.Module) -> None:
-        """Notices forward passes of ``module``, which leave something to sum, and gradients without one."""
-        # First: fully_shard puts gathered weights, which have no gradients, in the place of its shards.
+        """Detects forward passes of ``module``, which require a sum, and gradients without a forward pass."""
+        # First: fully_shard replaces its shards by gathered weights, which have no gradients.
         module.register_forward_pre_hook(self._note_forward, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
-        self._shards = WeakValueDictionary(_by_name(module))  # memory of what is replaced later is free
+        self._shards = WeakValueDictionary(_by_name(module))  # replaced tensors free their memory
         self._tables = sparse_tables(module)
         self._is_watching = True
         self._watch_gradients([*_pick_parameters(module, names), *(hooks.parameter for hooks in self._hooks)])
@@ -309,7 +309,7 @@ class GradientSums:
 
     def _watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in set(parameters):
-            if parameter.is_leaf:  # torch takes such hooks on leaves alone
+            if parameter.is_leaf:  # torch accepts such hooks only on leaves
                 after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
@@ -317,14 +317,14 @@ class GradientSums:
 
     @torch.no_grad()
     def expect(self, module: nn.Module) -> None:
-        """A backward pass is going to add to the gradients of ``module``.
+        """Prepares for a backward pass that adds to the gradients of ``module``.
 
-        Of a sum that is there already each rank keeps its share, so that the next sum is the whole again.
+        Each rank keeps its share of an existing sum, so that the next sum is complete again.
         """
         self._pending = True
         if not self._is_summed:
             return
-        # The next sum adds the shares of all ranks to the whole again. A mean of equal values stays as it is.
+        # The next sum restores the total from all ranks' shares. A mean of equal values does not change.
         self._is_summed, self._is_divided = False, True
         for entry in (entry for entry in self._sums if not entry.mean):
             for parameter in {
@@ -332,12 +332,12 @@ class GradientSums:
                 *(self._shards.get(name) for name in entry.names),
             }:
                 if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                    # Through .data, since versions tell what a loop writes.
+                    # Through .data, since versions detect writes by the loop.
                     _local_part(parameter.grad).data.div_(entry.group.size())
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> None:
-        """Sums what has not been summed since the last backward pass; collective."""
+        """Sums gradients that have not been summed since the last backward pass. Collective."""
         if not self._pending:
             return
         self._pending, self._is_summed, self._is_divided = False, True, False
@@ -348,13 +348,13 @@ class GradientSums:
                 add_rows(table, entry.group, 1 / entry.group.size() if entry.mean else 1.0)
             for parameters in _bucket_parameters(tensor for tensor in members if tensor not in self._tables):
                 _sum_bucket(parameters, entry)
-        # Without followed passes nothing tells autograd.grad from backward(): assume backward().
+        # Without observed passes, autograd.grad looks like backward(): assume backward().
         late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:
             hooks.call(late=late)
 
     def forget_replaced(self) -> None:
-        """Before gradients that no backward pass has added to are reduced."""
+        """Called before the reduction of gradients to which no backward pass has added."""
         for hooks in () if self._has_added else self._hooks:
             hooks.forget_replaced()
 
@@ -364,7 +364,7 @@ class GradientSums:
 
     @torch.no_grad()
     def begin_pass(self, module: nn.Module) -> None:
-        """A backward pass of a loop of the user's begins."""
+        """Starts a backward pass of the user's loop."""
         self._is_followed = True
         self._versions = gradient_versions(module.parameters())
         for hooks in self._hooks:
@@ -374,7 +374,7 @@ class GradientSums:
         self.expect(module)  # after begin(), since it may divide gradients
 
     def tell_of_parts(self) -> None:
-        """Says once what the user's functions see of backward passes that are parts of one."""
+        """Warns once how the user's functions see backward passes that are parts of one."""
         if self._hooks and not self._is_told:
             self._is_told = True
             log.warning(
@@ -383,17 +383,17 @@ class GradientSums:
             )
 
     def have_changed(self, module: nn.Module) -> bool:
-        """Whether the backward pass has given gradients; ``autograd.grad`` for inputs gives none."""
+        """Returns whether the backward pass gave gradients. ``autograd.grad`` for inputs gives none."""
         has_changed = gradient_versions(module.parameters()) != self._versions
         self._has_added = self._has_added or has_changed
         return has_changed
 
 
 def _sum_bucket(parameters: list[torch.Tensor], entry: _Sum) -> None:
-    # Flags tell which gradients exist: optimizers apply decay to a zero gradient, and skip None.
+    # Flags mark existing gradients: optimizers apply decay to a zero gradient, and skip None.
     flags = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:
-        if parameter.grad is None:  # no token of this rank used it, but one of another rank's may have
+        if parameter.grad is None:  # no token of this rank used it, but a token of another rank may have
             parameter.grad = torch.zeros_like(parameter)
     grads = [_local_part(parameter.grad) for parameter in parameters]
     pieces = [grad.reshape(-1) for grad in grads]
@@ -418,7 +418,7 @@ def _local_part(grad: torch.Tensor | None) -> torch.Tensor:
 
 def _pick_parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
     parameters = _by_name(module)
-    # Sorted, so that all ranks pack in the same order; tied parameters once.
+    # Sorted, so that all ranks pack in the same order; tied parameters appear once.
     selection = dict.fromkeys(parameters[name] for name in sorted(names) if name in parameters)
     return (parameter for parameter in selection if parameter.requires_grad)
 
@@ -436,12 +436,12 @@ def _bucket_parameters(parameters: Iterable[torch.Tensor]) -> Iterator[list[torc
 
 
 def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Says once, on every rank, that a step updates nothing though the model was called for it.
+    """Warns once, on every rank, that a step updates nothing although the model was called for it.
 
-    For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of tensors that
-    the pass has not used, and torch gives none. A step with zeros instead raises a :class:`StepError`.
+    For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of tensors
+    that the pass has not used, and torch gives none. A step with zeros instead raises a :class:`StepError`.
     """
-    # Calls since the last step, and those of them until the last backward pass.
+    # Calls since the last step, and the number of them before the last backward pass.
     calls, notices = [0, 0], list[bool]()
     is_by_hand = [False]
 
@@ -453,7 +453,7 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         targets = [p for p in parameters if isinstance(p, DTensor)] or parameters
         gradients = [p.grad for p in targets if p.grad is not None]
-        # Collective, until a gradient has been seen that a loop has made.
+        # Collective, until a gradient created by a loop has been seen.
         if num_calls > num_followed and gradients and not is_by_hand[0]:
             # Non-zero gradients without a backward pass were set by the loop, which is fine.
             is_by_hand[0] = any(bool(gradient.any()) for gradient in gradients)
@@ -480,25 +480,25 @@ _NONE_COME: Final = (
 def follow_backward_passes(
     module: nn.Module, begin: Callable[[], None], end: Callable[[], None] | None = None
 ) -> Callable[[Any], None]:
-    """Looks at the backward passes through outputs of ``module`` in training; not at those of its copies.
+    """Observes backward passes through outputs of ``module`` in training, but not of its copies.
 
     Args:
-        begin: called when a pass comes to an output, once in each.
-        end: called when the pass and what others have had called after it are through.
+        begin: called once per pass, when it reaches an output.
+        end: called after the pass and all callbacks that others have queued after it.
 
     Returns:
-        What follows the passes through another output, as of a method.
+        A function that observes passes through another output, as of a method.
     """
     number = id(module)  # the module lives as long as its hooks
     under_way: list[None] = []
 
     def watch(callee: nn.Module, inputs: Any, output: Any) -> None:
-        # Neither a copy's call nor a recomputation inside a backward pass.
+        # Skip calls of a copy, and recomputation inside a backward pass.
         if id(callee) == number and torch.is_grad_enabled() and not in_backward():
             follow(output)
 
     def follow(output: Any) -> None:
-        under_way.clear()  # a pass that an error has ended is not through
+        under_way.clear()  # a pass that ended with an error never completes
         for tensor in unique_tensors_of(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(torch.compiler.disable(start_pass))
@@ -522,17 +522,17 @@ def follow_backward_passes(
 
 @dataclass(kw_only=True)
 class Gradients:
-    """How a job's gradients are synchronised and clipped.
+    """Synchronisation and clipping of a job's gradients.
 
     Attributes:
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
-        sums: gradients to be summed over other ranks than those of the data.
-        reducer: averages gradients in buckets that can be watched; ``None`` where a wrapper does it.
+        sums: gradients to be summed over ranks other than the data ranks.
+        reducer: averages gradients in observable buckets, or ``None`` if a wrapper averages them.
         remote_norm_names: names of parameters that another rank counts in norms of gradients.
-        num_parts: how many contexts say that backward passes are parts of one.
-        follow: follows backward passes through an output of the model, or of a method that stands for it.
-        kept_whole: names of parameters that data parallelism leaves as they are, since several stages of a
+        num_parts: number of open contexts in which backward passes are parts of one.
+        follow: observes backward passes through an output of the model, or of a method that replaces it.
+        kept_whole: names of parameters that data parallelism leaves unchanged, since several stages of a
             rank use them; :attr:`sums` averages their gradients.
     """
 
@@ -547,7 +547,7 @@ class Gradients:
 
     @contextmanager
     def as_parts(self) -> Iterator[None]:
-        """Backward passes inside are parts of one that ends later."""
+        """A context in which backward passes are parts of one that ends later."""
         self.num_parts += 1
         try:
             yield
@@ -556,7 +556,7 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to local gradients."""
+        """A context in which backward passes add to local gradients."""
         self.sums.tell_of_parts()
         with self.as_parts(), self.skip_sync():
             yield
@@ -568,7 +568,7 @@ class Gradients:
         )
 
     def join_pass(self, module: nn.Module) -> None:
-        """The same after the backward pass that is under way alone."""
+        """Like :meth:`follow_passes`, but only after the current backward pass."""
         self.sums.begin_pass(module)
         after_backward(lambda: after_backward(lambda: self._end_pass(module)))
 
@@ -581,14 +581,14 @@ class Gradients:
             self.sums.tell_of_parts()
 
     def follow_call(self, module: nn.Module, output: Any) -> None:
-        """Counts an output of another method of ``module`` as a forward pass, if it can be trained by."""
+        """Counts an output of another method of ``module`` as a forward pass, if it can be trained on."""
         trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in unique_tensors_of(output))
         if self.follow is not None and trains:
             self.sums.expect(module)
             self.follow(output)
 
     def complete(self, module: nn.Module) -> None:
-        """Reduces gradients that the last backward pass has left on its rank, if any. Collective."""
+        """Reduces local gradients of the last backward pass, if any. Collective."""
         # First, since the reducer moves gradients to buckets, which looks like a replacement.
         self.sums.forget_replaced()
         if self.reducer is not None:

@@ -27,7 +27,7 @@ class Inputs:
         dataset: a torch dataset, map-style or iterable.
         loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss.
         weight_func: ``batch -> number``, a micro-batch loss's weight in a mean; ``None`` for all alike.
-        loss_reduction: whether the loss of a step is the mean of those of all micro-batches, or their sum.
+        loss_reduction: whether the loss of a step is the mean or the sum of the losses of all micro-batches.
         prepare_input: ``(batch, device) -> batch``.
         model_input_format: how a batch is passed to the model.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; the batch size is global.
@@ -39,7 +39,7 @@ class Inputs:
         gradient_accumulation_steps: micro-batches that ``train_step`` splits a batch into.
         max_grad_norm: norm that ``train_step`` clips gradients to; ``None`` for no clipping.
         sample_batch: one collated batch, for methods that need shapes early; ``None`` to read the dataset.
-        optimizer_is_trusted: whether an optimizer for a part of the parameters is used without a test.
+        optimizer_is_trusted: whether an optimizer for some of the parameters is used without a test.
         sample_is_micro_batch: whether ``sample_batch`` is one data rank's micro-batch, not a global batch.
     """
 
@@ -80,7 +80,7 @@ class Inputs:
             raise InputError("\n".join(problems))
 
     def digest(self) -> dict[str, str]:
-        """What must be the same on all ranks, or they would train apart or wait for each other for ever."""
+        """Values that must be equal on all ranks, which would otherwise train apart or wait forever."""
         args = self.dataloader_args or {}
         parameters = list(self.model.named_parameters())
         shapes = [f"{name}{list(p.shape)}{p.dtype}{p.requires_grad}" for name, p in parameters]

@@ -28,35 +28,35 @@ from atorch_ns.job.states import ParameterStates, TrainingStates
 from atorch_ns.strategy import Plan
 
 OPTIMIZER = "optimizer"
-"""What is said of the user's optimizer stands under this name in :attr:`Job.explanations`."""
+"""Key of messages about the user's optimizer in :attr:`Job.explanations`."""
 
 MODEL = "model"
-"""What is said of the user's model stands under this name in :attr:`Job.explanations`."""
+"""Key of messages about the user's model in :attr:`Job.explanations`."""
 
 ParameterGroups = list[dict[str, Any]]
 MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
 """Makes the optimizer from parameter groups."""
 
 TakeOver = Callable[[ParameterGroups], tuple[nn.Module, torch.optim.Optimizer]]
-"""A backend that owns model and optimizer together: makes both from parameter groups."""
+"""Creates both model and optimizer from parameter groups, for a backend that owns them together."""
 
 
 MakeRunner = Callable[["Job", LossFunction], BatchRunner]
 """``(built job, the result's loss function) -> the runner``; called once the model is final."""
 
 MakeStates = Callable[["Job", torch.optim.Optimizer | None], TrainingStates]
-"""``(job, result.optim) -> its states``. Cheap: made anew for every save and load."""
+"""``(job, result.optim) -> its states``. Cheap, since every save and load creates them again."""
 
 
 class KeptActivations:
-    """Whether modules that are recomputed keep their activations for now; a context that makes them do so."""
+    """Switch for whether recomputed modules keep their activations. Its context makes them keep them."""
 
     def __init__(self) -> None:
         self.on = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """What runs inside keeps its activations."""
+        """A context in which modules keep their activations."""
         self.on = True
         try:
             yield
@@ -66,24 +66,24 @@ class KeptActivations:
 
 @dataclass(kw_only=True)
 class StepOptions:
-    """How ``train_step`` runs a batch.
+    """Options for running a batch in ``train_step``.
 
     Attributes:
-        num_micro_batches: parts that it splits a batch into.
-        split: splits a batch instead, where the number depends on its rows.
-        context: surrounds everything that ``train_step`` and its ``evaluate`` run.
-        divides_outputs: whether the loss function may be given parts of outputs.
+        num_micro_batches: number of parts that a batch is split into.
+        split: splits a batch instead, if the number of parts depends on its rows.
+        context: surrounds all work of ``train_step`` and its ``evaluate``.
+        divides_outputs: whether the loss function may receive parts of outputs.
         mean_check: tests in the first step whether the loss is a mean over samples; ``None`` for no test.
-        make_runner: makes what runs a batch where calling the model is not enough.
-        recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
+        make_runner: creates the runner of a batch if calling the model is not enough.
+        recompute: recomputes a module in the backward pass instead of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
         recomputed_blocks: paths of recomputed blocks, if a pipeline has chosen them by stage, or ``None``.
-        recomputed_shares: the share of its blocks that each stage recomputes then.
-        kept_activations: forward passes inside recompute nothing afterwards.
-        randomness: the random states that forward passes begin from, where ranks must share them.
-        same_batch: compares samples of ranks that must have the same; ``None`` where each has its own.
-        same_weights: compares weights of ranks that hold copies; ``None`` where there are none, or unknown.
-        same_place: ends ranks that are at different places; ``None`` where nobody sees their calls.
+        recomputed_shares: the share of its blocks that each stage recomputes in that case.
+        kept_activations: context whose forward passes need no recomputation afterwards.
+        randomness: the initial random states of forward passes, if ranks must share them.
+        same_batch: compares samples of ranks that must have the same; ``None`` if each rank has its own.
+        same_weights: compares weights of ranks that hold replicas; ``None`` if there are none, or unknown.
+        same_place: ends ranks that are at different places; ``None`` if their calls cannot be observed.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
 
@@ -104,7 +104,7 @@ class StepOptions:
     shares_batch_norms: bool = False
 
     def micro_batches(self, data: Any, *, uneven: bool = False) -> list[Any]:
-        """The parts that a batch on this rank's device is split into: of one size unless ``uneven``."""
+        """The parts of a batch on this rank's device, of equal size unless ``uneven``."""
         if self.split is not None and not uneven:
             return self.split(data)
         number = self.num_micro_batches
@@ -113,14 +113,14 @@ class StepOptions:
 
 @dataclass(kw_only=True)
 class OptimizerOptions:
-    """How the optimizer is made and called.
+    """Options for creating and calling the optimizer.
 
     Attributes:
-        make: a method's way to make the optimizer; ``None`` for the user's own.
+        make: a method's function that creates the optimizer; ``None`` for the user's own.
         take_over: a backend that makes model and optimizer together; ``None`` for none.
         use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
-        requires_boundary: whether the optimizer must be told which micro-batch is the last.
-        takes_frozen: whether the optimizer is given frozen parameters too, for when they are thawed.
+        requires_boundary: whether the optimizer must be told about the last micro-batch.
+        takes_frozen: whether the optimizer also receives frozen parameters, in case they are thawed.
     """
 
     make: MakeOptimizer | None = None
@@ -132,29 +132,29 @@ class OptimizerOptions:
 
 @dataclass(kw_only=True)
 class Job:
-    """A training job under construction. Methods write its fields; none reaches into another's wrapper.
+    """A training job under construction. Methods write its fields but do not access each other's wrappers.
 
     Attributes:
-        inputs: what the user gave.
-        cluster: what the job runs on.
-        plan: what all methods decide together; known before the first is applied.
+        inputs: the user's inputs.
+        cluster: the cluster that the job runs on.
+        plan: the joint decisions of all methods, known before the first is applied.
         original: the user's model before any method.
-        model: the model as it stands, wrappers included: what the user will call.
+        model: the current model including wrappers, which the user will call.
         module: the model inside outer wrappers, with the user's attribute names.
         seed: seed for initial values, the same on every rank.
-        name: of this job, the same on every rank and of no other job; empty where nobody asks for it.
+        name: name of this job, the same on every rank and unique among jobs. Empty if nothing needs it.
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         placed: whether a method has put the model on its device.
-        parts: stages and experts that the model has been divided into.
+        parts: stages and experts into which the model was divided.
         precision: autocast, loss scaling and casts.
-        gradients: how they are synchronised and clipped.
-        step: how ``train_step`` runs a batch.
-        optimizer: how the optimizer is made and called.
-        resolved_settings: settings that methods have found, by method, as its config would say them.
-        make_states: how weights and optimizer states are read and written by name, for checkpoints.
-        save_lane: what checkpoints written in the background need from one to the next.
-        explanations: what each method did, by its name, for the report; read them by :meth:`explained`.
-        idle_axes: by axis, the method that divides nothing over it, and why; no search chooses it.
+        gradients: synchronisation and clipping of gradients.
+        step: options for running a batch in ``train_step``.
+        optimizer: options for creating and calling the optimizer.
+        resolved_settings: settings found by methods, by method name, in the form of its config.
+        make_states: creates the access to weights and optimizer states by name, for checkpoints.
+        save_lane: state that background checkpoint saves pass from one to the next.
+        explanations: actions of each method, by its name, for the report. Read them with :meth:`explained`.
+        idle_axes: by axis, the method that divides nothing over it, and the reason. No search chooses it.
     """
 
     inputs: Inputs
@@ -180,7 +180,7 @@ class Job:
 
     @classmethod
     def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int, name: str = "") -> Job:
-        """A job to which nothing has been done yet.
+        """Creates a job to which no method has been applied.
 
         Raises:
             InputError: if ``optim_param_func`` does not give groups of the model's parameters.
@@ -211,54 +211,54 @@ class Job:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks see different data."""
+        """Number of ranks that see different data."""
         return 1 if self.mesh is None else self.mesh.data.size()
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank among the data ranks."""
         return 0 if self.mesh is None else self.mesh.data.get_local_rank()
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
-        """The modules that together hold this rank's parameters and that are called: stages, or the model."""
+        """The modules that are called and together hold this rank's parameters: stages, or the model."""
         return self.parts.stages or (self.module,)
 
     @property
     def agreeing_group(self) -> dist.ProcessGroup | None:
-        """The ranks that must skip steps and scale losses together; ``None`` for this rank alone."""
+        """The ranks that must skip steps and scale losses together, or ``None`` for this rank alone."""
         if self.mesh is None or dist.get_world_size() == 1:
             return None
         return dist.group.WORLD if self.mesh.divides_model else self.mesh.data_group
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the stages of one pipeline; ``None`` if the model is in one piece."""
+        """The ranks that hold the stages of one pipeline, or ``None`` if the model is not cut into stages."""
         if self.mesh is None or self.mesh.size("pipeline") == 1:
             return None
         return self.mesh.axis("pipeline").get_group()
 
     def replace_model(self, model: nn.Module) -> None:
-        """Puts ``model`` in the place of the user's, before any outer wrapper."""
+        """Replaces the user's model by ``model``, before any outer wrapper."""
         self.model = self.module = model
 
     def wrap(self, model: nn.Module) -> None:
-        """Puts an outer wrapper around the model; :attr:`module` stays what it was."""
+        """Puts an outer wrapper around the model. :attr:`module` does not change."""
         self.model = model
 
     def materialiser(self, init: Callable[[nn.Module], object] | None = None) -> Materialiser:
-        """Gives values to parts of the model that are on the meta device."""
+        """Creates an object that gives values to parts of the model on the meta device."""
         return Materialiser(self.module, self.device, seed=self.seed, init=init, packings=self.parts.packings)
 
     def place(self) -> None:
-        """Materialises what is on meta and moves the whole model to this rank's device."""
+        """Materialises tensors on meta and moves the whole model to this rank's device."""
         if is_on_meta(self.module):
             self.materialiser().materialise([self.module])
         self.module.to(self.device)
         self.placed = True
 
     def keep_structure(self) -> None:
-        """Keeps the structure of the model as it is, for methods that look at it after it has been cut."""
+        """Records the structure of the model, for methods that need it after the model has been cut."""
 
         def without_memory(kind: str, tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor
@@ -266,9 +266,9 @@ class Job:
         self.parts.full_structure = copy_structure(self.module, without_memory, {})
 
     def in_full_precision(self, model: nn.Module) -> nn.Module:
-        """``model``, or, where a method has lowered the precision of single layers, a copy without that.
+        """``model``, or a copy in full precision if a method has lowered the precision of single layers.
 
-        The copy has the same parameters. In low precision a divided layer differs from the whole one by
+        The copy has the same parameters. In low precision, a divided layer differs from the whole layer by
         rounding, which would hide errors of the division from a test.
         """
         if self.precision.restore is None:
@@ -278,7 +278,7 @@ class Job:
         return copy
 
     def explain(self, method: str, text: str | Callable[[], str]) -> None:
-        """Records what a method did or chose, for the report; a function, if later batches change it."""
+        """Records an action or choice of a method for the report. A function allows later changes."""
         self.explanations.setdefault(method, []).append(text)
 
     def warn(self, text: str) -> None:
@@ -287,6 +287,6 @@ class Job:
             warnings.warn(text, stacklevel=3)
 
     def explained(self, method: str) -> list[str]:
-        """What a method did or chose, by what is known now."""
+        """Actions and choices of a method, as currently known."""
         texts = (text if isinstance(text, str) else text() for text in self.explanations.get(method, []))
         return [text for text in texts if text]

@@ -40,14 +40,14 @@ class Autocast:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How the loss is scaled: by one number, or by one that halves after overflows and doubles without them.
+    """Scaling of the loss, by a constant or by a number that halves after overflows and doubles otherwise.
 
     Attributes:
         init_scale: the first scale.
         growth_interval: steps without an overflow after which the scale doubles.
-        hysteresis: overflows until the scale halves, counted anew when it doubles; later ones halve it each.
-        min_scale: the least scale that overflows lead to.
-        static_scale: the scale of all steps, in place of the others; ``None`` for one that adapts.
+        hysteresis: overflows before the scale halves, reset when it doubles. Each later overflow halves it.
+        min_scale: lower limit of the scale after overflows.
+        static_scale: constant scale that replaces the other fields; ``None`` for an adaptive scale.
     """
 
     init_scale: float = 2.0**16
@@ -62,7 +62,7 @@ _LARGEST_SCALE = 2.0**127
 
 
 class LossScale:
-    """The scale from step to step: equal on ranks that are told the same."""
+    """The loss scale over steps, equal on ranks that receive the same overflows."""
 
     def __init__(self, scaling: LossScaling) -> None:
         self.value = scaling.init_scale if scaling.static_scale is None else scaling.static_scale
@@ -71,7 +71,7 @@ class LossScale:
         self._num_left = scaling.hysteresis
 
     def advance(self, overflow: bool) -> float:
-        """The scale after a step with or without an overflow."""
+        """Returns the scale after a step with or without an overflow."""
         scaling = self._scaling
         if scaling.static_scale is not None:
             return self.value
@@ -94,7 +94,7 @@ class LossScale:
         return {"scale": self.value, "_growth_tracker": self._good_steps, "hysteresis_left": self._num_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, also of a ``GradScaler``; how the scale adapts, and a static scale, stay."""
+        """Continues from a state, also of a ``GradScaler``. Adaptation settings and a static scale stay."""
         if self._scaling.static_scale is None:
             self.value = max(float(state["scale"]), self._scaling.min_scale)
             self._good_steps = int(state["_growth_tracker"])
@@ -104,17 +104,17 @@ class LossScale:
 
 @dataclass(kw_only=True)
 class JobPrecision:
-    """Precision of a job's forward passes and what guards its gradients.
+    """Precision of a job's forward passes, and protection of its gradients.
 
     Attributes:
-        autocast: around the step; ``None`` for none.
-        loss_scaling: how the loss is scaled; ``None`` for none.
-        scaler: what scales the loss, made with the job; ``None`` without ``loss_scaling``.
+        autocast: autocast around the step; ``None`` for none.
+        loss_scaling: settings of the loss scale; ``None`` for none.
+        scaler: the loss scaler, created with the job; ``None`` without ``loss_scaling``.
         skip_if_nonfinite: whether steps with infinite or NaN gradients are skipped without a scaler.
-        input_dtype: dtype that floating inputs are cast to; ``None`` to leave them.
+        input_dtype: dtype that floating inputs are cast to; ``None`` to keep theirs.
         forward_root: the module whose forward pass autocast and casts surround; ``None`` for the job's model.
-        restore: makes all layers of a copy of a module compute in the dtype of their weights again; ``None``
-            where they do. See :meth:`atorch_ns.job.Job.in_full_precision`.
+        restore: makes all layers of a copy of a module compute in the dtype of their weights again. ``None``
+            if they already do. See :meth:`atorch_ns.job.Job.in_full_precision`.
     """
 
     autocast: Autocast | None = None
@@ -133,10 +133,10 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class ForwardScope:
-    """A context around every forward pass of a module, by hooks; copied and pickled with the module.
+    """A context around every forward pass of a module, set by hooks. Copied and pickled with the module.
 
     Args:
-        make: makes the context, anew for each pass; may be exchanged later.
+        make: creates the context for each pass. May be replaced later.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -144,7 +144,7 @@ class ForwardScope:
         self._entered: list[AbstractContextManager[Any]] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Surrounds the module's forward passes, also what its other hooks do before and after them."""
+        """Surrounds the module's forward passes, including its other hooks before and after them."""
         module.register_forward_pre_hook(self._enter_context, prepend=True)
         module.register_forward_hook(self._exit_context, always_call=True)
 
@@ -170,19 +170,19 @@ class _Cast:
 
 
 class LossScaler:
-    """A ``GradScaler`` whose scale enters in the backward pass, so that the loss itself stays readable.
+    """A ``GradScaler`` whose scale applies in the backward pass, so that the loss itself stays readable.
 
-    The loss that :meth:`scaled` returns has the user's value; its backward pass multiplies the gradient by
-    the scale. So does that of whatever is computed from it: ``(loss / 4 + penalty).backward()`` scales both.
+    The loss returned by :meth:`scaled` has the user's value. Its backward pass multiplies the gradient by the
+    scale, as do backward passes of derived values: ``(loss / 4 + penalty).backward()`` scales both terms.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        scaling: the first scale and how it adapts.
+        scaling: the first scale and its adaptation.
         group: the ranks that must skip a step together; ``None`` for one rank.
 
     Attributes:
         num_backwards: backward passes of scaled losses since the last step.
-        at_backward: is called when such a pass begins; ``None`` for nothing.
+        at_backward: called when such a pass starts; ``None`` for nothing.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LossScaler:
         self._group = group
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` with the scale in its backward pass, and in that of what is computed from it."""
+        """``loss`` with the scale applied in its backward pass, and in that of values computed from it."""
         if not loss.requires_grad:
             return loss
         view: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_grad)  # type: ignore[no-untyped-call]
@@ -204,12 +204,12 @@ class LossScaler:
         return result
 
     def expect_scaled_gradients(self, device: torch.device) -> None:
-        """Counts a backward pass whose loss another rank computes and scales alike."""
+        """Counts a backward pass whose loss is computed and equally scaled on another rank."""
         self._make_scale(device)
         self.num_backwards += 1
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divides the gradients of ``optimizer`` by the scale; collective, also for a rank that has none.
+        """Divides the gradients of ``optimizer`` by the scale. Collective, also for a rank without gradients.
 
         Returns:
             Whether any gradient on any rank is infinite or NaN.
@@ -230,25 +230,25 @@ class LossScaler:
         return bool(overflow)
 
     def adapt(self, overflow: bool) -> None:
-        """Ends a step with what :meth:`unscale` has returned, on ranks without gradients too."""
+        """Ends a step with the result of :meth:`unscale`, also on ranks without gradients."""
         self.scaler.update(self.scale.advance(overflow))  # this also resets torch's unscaled state
         self.num_backwards = 0
 
     def forget_unscaled(self) -> None:
-        """Has gradients unscaled anew."""
+        """Allows gradients to be unscaled again."""
         self.scaler.update(self.scale.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what decides when it changes."""
+        """The scale and the counters that decide its changes."""
         return self.scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
+        """Continues from a state."""
         self.scale.load_state_dict(state)
         self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": self.scale.value})
 
     def _make_scale(self, device: torch.device) -> None:
-        self.scaler.scale(torch.zeros((), device=device))  # which torch does with the first loss
+        self.scaler.scale(torch.zeros((), device=device))  # torch creates its scale with the first loss
 
     def _scale_grad(self, gradient: torch.Tensor) -> torch.Tensor:
         self.num_backwards += 1
@@ -258,7 +258,7 @@ class LossScaler:
 
 
 class _ScaledLoss(torch.Tensor):
-    """A loss, or a value that a loop computes from it; the scale enters last, so penalties are scaled too."""
+    """A loss, or a value that a loop computes from it. The scale applies last and covers penalties too."""
 
     unscaled: torch.Tensor
     scaler: LossScaler
@@ -298,13 +298,13 @@ LossFunction = Callable[[Any, Any], Any]
 def wrap_loss(
     loss_func: LossFunction, *, autocast: Autocast | None, scaler: LossScaler | None, upcast: bool
 ) -> LossFunction:
-    """The loss function a user calls; the same object if nothing surrounds it.
+    """The loss function for the user, which is the same object if nothing surrounds it.
 
     Args:
         loss_func: the user's function.
-        autocast: the autocast that it runs under; ``None`` for none.
-        scaler: the scaler whose scale enters in its backward pass; ``None`` for none.
-        upcast: whether it is given the model's floating outputs in fp32.
+        autocast: the autocast for its calls; ``None`` for none.
+        scaler: the scaler whose scale applies in its backward pass; ``None`` for none.
+        upcast: whether it receives the model's floating outputs in fp32.
     """
     if autocast is None and scaler is None and not upcast:
         return loss_func
@@ -324,17 +324,17 @@ def wrap_loss(
 
 
 class MeanCheck:
-    """Tests, from a batch's outputs, whether a loss is a mean over samples, as steps without weights assume.
+    """Tests on a batch's outputs whether a loss is a mean over samples, as steps without weights assume.
 
-    The loss of a batch must be the mean of those of its equal parts. Not tested: losses that the model
-    computes, that draw random numbers, or whose function may remember calls, as one that anneals a factor.
+    The loss of a batch must be the mean of the losses of its equal parts. Losses computed by the model, those
+    that draw random numbers, and functions that may remember calls (such as annealing) are not tested.
 
     Args:
         device: the device of the batch.
 
     Attributes:
-        num_left: calls to test from now on; ``None`` for the first, the tenth, the hundredth and so on.
-        finding: what was found, as a sentence; empty where a loss is a mean, or nothing was tested.
+        num_left: number of calls still to test; ``None`` for the first, tenth, hundredth and so on.
+        finding: the finding as a sentence. Empty if a loss is a mean, or nothing was tested.
     """
 
     def __init__(self, device: torch.device, num_left: float | None = 0) -> None:
@@ -344,7 +344,7 @@ class MeanCheck:
         self.finding = ""
 
     def around(self, loss_func: LossFunction) -> LossFunction:
-        """The same function, whose calls are tested while the test is on."""
+        """The same function, with its calls tested while the test is on."""
 
         if not _is_without_state(loss_func):
             return loss_func
@@ -394,9 +394,9 @@ class MeanCheck:
 
 
 class RowCheck:
-    """Says once on which ranks samples count more than on others, as the mean of each rank counts alike.
+    """Warns once on which ranks samples weigh more than on others. The mean of each rank counts equally.
 
-    All ranks compare their numbers in the first step alone; later a rank sees only that its own changes.
+    All ranks compare their numbers only in the first step. Later a rank sees only changes of its own number.
     """
 
     def __init__(self, cluster: Cluster, num_data_ranks: int) -> None:
@@ -405,7 +405,7 @@ class RowCheck:
         self._rows: list[int | None] = []
 
     def look(self, rows: int | None) -> None:
-        """Takes the number of samples of this rank's batch; collective in the first call."""
+        """Takes the number of samples of this rank's batch. Collective in the first call."""
         if not self._is_needed or self._rows == [rows]:
             return
         is_first = not self._rows
@@ -426,7 +426,7 @@ class RowCheck:
 
 
 def is_power_of_ten(number: int) -> bool:
-    """Whether something is looked at that is looked at ever more rarely."""
+    """Returns whether ``number`` is a power of ten, for checks that become ever rarer."""
     return str(number).strip("0") == "1"
 
 
@@ -448,7 +448,7 @@ def _is_without_state(value: Any, callers: frozenset[Any] = frozenset()) -> bool
         return True
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     reads: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    # What the function and its inner functions read, and whether they write outside.
+    # Variables read by the function and its inner functions, and whether they write outside.
     for code in nested_codes(value.__code__):
         for step in dis.get_instructions(code):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR"):
@@ -460,11 +460,11 @@ def _is_without_state(value: Any, callers: frozenset[Any] = frozenset()) -> bool
 
 _PLAIN: Final = (None, Ellipsis, NotImplemented)
 _MOST_PARTS: Final = 16
-"""Parts that a batch is tested in; the smaller they are, the more they differ in what counts."""
+"""Maximum number of parts for testing a batch. Smaller parts differ more in what the loss counts."""
 
 
 def first_loss(value: Any) -> torch.Tensor:
-    """The loss in what a loss function returned.
+    """The loss in the return value of a loss function.
 
     Raises:
         InputError: if there is no scalar tensor where the loss should be.

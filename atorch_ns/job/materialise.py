@@ -17,12 +17,12 @@ from atorch_ns.torch_compat import is_strided_shard, laid_out, plain_name
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of ``whole`` in the layout of ``like``; a view, and nothing is communicated.
+    """This rank's part of ``whole`` in the layout of ``like``, as a view without communication.
 
-    A dimension that is divided twice (over tensor ranks, then over the ranks that share a tensor rank's part)
-    is divided in that order, which placements tell by a strided shard.
+    A dimension may be divided twice: over tensor ranks, then over the ranks that share a tensor rank's part.
+    Placements indicate that order by a strided shard.
 
-    ``whole`` has the shape of ``like`` and is equal on all ranks; ``like`` has shards and replicas only.
+    ``whole`` has the shape of ``like`` and is equal on all ranks. ``like`` has only shards and replicas.
     """
     mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -40,7 +40,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def divided_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """``whole`` as a DTensor in the layout of ``like``, each rank with a copy of its part."""
+    """``whole`` as a DTensor in the layout of ``like``, with a copy of its part on each rank."""
     return laid_out(local_part(whole, like).contiguous().clone(), like)
 
 
@@ -50,24 +50,24 @@ def _take_chunk(tensor: torch.Tensor, count: int, dim: int, index: int) -> torch
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``module`` has a shape but no memory."""
+    """Returns whether any parameter or buffer of ``module`` has a shape but no memory."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 class Materialiser:
-    """Materialises parts of one model, each module once, with values that do not depend on the order.
+    """Materialises parts of one model, each module once, with values independent of the order.
 
-    Every module's values are drawn from ``seed`` and its path. A model materialised block by block, on any
-    number of ranks, therefore has the values of one materialised at once. Tied parameters stay tied. A
+    Each module's values are drawn from ``seed`` and its path. A model materialised block by block, on any
+    number of ranks, therefore has the same values as one materialised at once. Tied parameters stay tied. A
     divided parameter is made whole, one module at a time, and each rank keeps its part.
 
     Args:
         model: the whole model.
-        device: the device on which memory is taken.
+        device: the device on which memory is allocated.
         seed: a number that is the same on every rank.
         init: initialises one module's own parameters and buffers in place; ``None`` to use what the model
             offers: ``_init_weights`` of Hugging Face models, else each module's ``reset_parameters``.
-        packings: parameters that lie divided in another order than the user's, by name.
+        packings: parameters stored in another order than the user's when divided, by name.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Materialiser:
     ) -> None:
         self._packings = dict(packings or {})
         self._device = device
-        self._is_on_meta = is_on_meta(model)  # else such a tensor is the user's, to know a shape by
+        self._is_on_meta = is_on_meta(model)  # otherwise such a tensor is the user's, kept for its shape
         self._seed = seed
         self._init = init or _find_initialiser(model)
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
@@ -90,7 +90,7 @@ class Materialiser:
         self._materials: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
     def materialise(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
-        """Materialises everything on meta inside ``modules``; without ``recurse`` only their own tensors.
+        """Materialises all meta tensors inside ``modules``, or only their own tensors without ``recurse``.
 
         Raises:
             InputError: naming the modules that offer no way to initialise themselves, whose
@@ -136,7 +136,7 @@ class Materialiser:
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None
-            # Poisoned: if this initialisation leaves it unset, the other module's values stay.
+            # Poisoned: if this initialisation leaves it unset, the values of the other module stay.
             data = _poison_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device))
             module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
 
@@ -213,7 +213,7 @@ def _poison_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether some value (integers: every value) is still the poison; takes no memory of that size."""
+    """Returns whether some value (integers: every value) is still the poison. Allocates no such tensor."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
     if tensor.is_complex():

@@ -18,12 +18,12 @@ from atorch_ns.text import bytes_text, counted
 _UNUSED_SHARE: Final = 0.2
 _UNUSED_BYTES: Final = 2**30
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variable's name since torch 2.9, and the older one, which works as well."""
+"""The variable's name since torch 2.9, and the older name, which still works."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What one rank keeps of a model in training after a step, in bytes; a storage counts once.
+    """Memory that a rank holds after a training step, in bytes. A shared storage counts once.
 
     Attributes:
         parameters: parameters of the model.
@@ -39,17 +39,17 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All four."""
+        """The sum of all four fields."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """What one rank held in a training step.
+    """Memory that a rank held in a training step.
 
     Attributes:
-        peak_bytes: the most that was alive at once.
-        states: bytes that are kept after the step.
+        peak_bytes: the largest number of bytes in use at the same time.
+        states: bytes still held after the step.
     """
 
     peak_bytes: int
@@ -57,7 +57,7 @@ class PeakMemory:
 
 
 def state_bytes(result: Result) -> StateBytes:
-    """What is kept of a job; read after a step, before gradients are cleared."""
+    """Memory that a job holds. Call it after a step, before gradients are cleared."""
     parameters = list(result.model.parameters())
     targets = (
         [] if result.optim is None else [p for group in result.optim.param_groups for p in group["params"]]
@@ -65,7 +65,7 @@ def state_bytes(result: Result) -> StateBytes:
     states = [] if result.optim is None else _state_tensors(result.optim)
     weights = _storage_bytes(parameters)
     gradients = _storage_bytes(tensor.grad for tensor in (*parameters, *targets) if tensor.grad is not None)
-    # Masters are updated in the place of parameters, and so are flat partitions of their own memory.
+    # Masters are updated instead of parameters, as are flat partitions with memory of their own.
     optimizer = {key: size for key, size in _storage_bytes((*targets, *states)).items() if key not in weights}
     return StateBytes(
         parameters=sum(weights.values()),
@@ -77,7 +77,7 @@ def state_bytes(result: Result) -> StateBytes:
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     optimizer = inner_optimizer(optimizer)
-    optimizer = getattr(optimizer, "optim", optimizer)  # of those that keep this rank's part in another one
+    optimizer = getattr(optimizer, "optim", optimizer)  # optimizers that wrap the one of this rank's part
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -92,9 +92,9 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def fragmentation_advice(stats: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> str | None:
-    """Advice to set ``expandable_segments``, with figures; ``None`` if little is lost, or it is set already.
+    """Advice to set ``expandable_segments``, with figures, or ``None`` if little is lost or it is set.
 
-    Much is lost if a fifth of reserved memory and over 1 GiB was never used, or an allocation was retried.
+    Much is lost if a fifth of reserved memory and over 1 GiB were never used, or an allocation was retried.
 
     Args:
         stats: result of ``torch.cuda.memory_stats()``.

@@ -19,7 +19,7 @@ from atorch_ns.torch_compat import plain_name
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """All names of every parameter, the first one first, as the model without wrappers inside it has them."""
+    """All names of every parameter, the first name first, as in the model without inner wrappers."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(plain_name(name))
@@ -39,12 +39,12 @@ class OriginalModel:
     """The user's model before any method.
 
     Attributes:
-        model_class: name of its class.
-        num_parameters: parameter elements.
-        num_trainable: those that require gradients.
+        model_class: name of the model's class.
+        num_parameters: number of parameter elements.
+        num_trainable: number of elements that require gradients.
         parameter_order: the first name of every parameter, in the model's order.
         tied: other names of tied parameters, by the first name.
-        groups: the user's parameter groups by name; ``None`` for one group of all.
+        groups: the user's parameter groups by name; ``None`` for a single group of all parameters.
     """
 
     model_class: str
@@ -56,7 +56,7 @@ class OriginalModel:
 
     @classmethod
     def of(cls, inputs: Inputs) -> OriginalModel:
-        """Describes the user's model; raises what :func:`name_groups` raises."""
+        """Describes the user's model. Raises the errors of :func:`name_groups`."""
         names = parameter_names(inputs.model).values()
         return cls(
             model_class=type(inputs.model).__name__,
@@ -68,12 +68,12 @@ class OriginalModel:
         )
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """``names`` without repetition: parameters in the model's order, then the others as they come."""
+        """``names`` without repetition: parameters in the model's order, then the others in given order."""
         order = {name: index for index, name in enumerate(self.parameter_order)}
         return sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
 
     def first_name(self, names: Sequence[str]) -> str:
-        """The model's first name for a parameter of which a stage may have kept later ones only."""
+        """The model's first name for a parameter of which a stage may hold only later names."""
         for first, others in self.tied.items():
             if first in names or not set(others).isdisjoint(names):
                 return first
@@ -82,19 +82,19 @@ class OriginalModel:
 
 @dataclass(kw_only=True)
 class ModelParts:
-    """What methods have divided the model into.
+    """Stages and experts into which methods have divided the model.
 
     Attributes:
-        stages: modules of this rank that are called in place of the model, in the order of a pipeline; empty
-            where the model is called as one. Together they hold this rank's parameters.
-        pipeline: its schedule and predicted costs of stages, for the report; ``None`` without a pipeline.
-        full_structure: the whole model from before it was cut into stages, its parameters without memory;
-            ``None`` where it is in one piece.
-        experts: modules whose parameters are divided over the expert axis, so that only the other data ranks
-            hold copies of them. They scale their gradients themselves to the mean over the expert axis.
-        listed_experts: likewise, modules that are never called: ``job.gradients.sums`` averages the gradients
-            of their copies, and nothing may shard them further.
-        packings: parameters that lie divided over the tensor axis in another order than the user's, by name.
+        stages: modules of this rank that are called instead of the model, in pipeline order. Empty
+            if the model is called as one module. Together they hold this rank's parameters.
+        pipeline: the schedule and predicted stage costs, for the report; ``None`` without a pipeline.
+        full_structure: the whole model before it was cut into stages, its parameters without memory;
+            ``None`` if it is in one piece.
+        experts: modules whose parameters are divided over the expert axis. Only the other data ranks
+            hold replicas of them. They scale their own gradients to the mean over the expert axis.
+        listed_experts: like ``experts``, but never called. ``job.gradients.sums`` averages gradients
+            of their replicas, and nothing may shard them further.
+        packings: parameters divided over the tensor axis in another order than the user's, by name.
     """
 
     stages: tuple[nn.Module, ...] = ()
@@ -106,16 +106,16 @@ class ModelParts:
 
 
 def name_groups(inputs: Inputs) -> tuple[NamedGroup, ...] | None:
-    """Asks ``optim_param_func`` about the user's model before anything is done to it.
+    """Calls ``optim_param_func`` on the user's model before any method is applied.
 
-    Only then does the function see whole parameters with their own shapes and names, whatever the strategy
-    makes of them afterwards.
+    Only then does the function see whole parameters with their own shapes and names, independent of the
+    strategy.
 
     Returns:
-        The groups; ``None`` if there is no such function: then all parameters, frozen or not, are one group.
+        The groups, or ``None`` without such a function: all parameters, frozen or not, then form one group.
 
     Raises:
-        InputError: if the function gives something else than parameters or groups of them, or tensors that
+        InputError: if the function returns anything but parameters or groups of them, or tensors that
             are not parameters of the model.
     """
     if inputs.optim_param_func is None:
@@ -131,13 +131,13 @@ def parameter_groups(
     whole: bool = True,
     tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """The same groups over the parameters that the model has now.
+    """The same groups over the current parameters of the model.
 
     Args:
         model: the part of the model that this rank holds.
-        groups: the groups by names of parameters.
-        whole: whether it is the whole model; else groups keep what there is of them.
-        tied: other names of parameters, of which a part of the model may have kept one only.
+        groups: the groups by parameter names.
+        whole: whether ``model`` is the whole model. Otherwise groups keep only the parameters in it.
+        tied: other names of parameters, of which a part of the model may hold only one.
 
     Raises:
         InputError: if nothing is trainable, or a method has removed one of the parameters.

@@ -13,10 +13,10 @@ from atorch_ns.capture.random_states import save_generators, seed_generators
 
 
 class SharedRandomness:
-    """Gives every forward pass in training random states that depend on the job, the data and a count.
+    """Gives each forward pass in training random states that depend on the job, the data and a counter.
 
     Ranks that hold parts of one layer must draw the same masks, however the user has seeded them. The
-    caller's random states are restored. Recomputation in the backward pass restores the states it has seen.
+    caller's random states are restored. Recomputation in the backward pass restores those it has seen.
 
     Args:
         seed: a number that is the same on every rank.
@@ -33,11 +33,11 @@ class SharedRandomness:
         self._restore: Callable[[], None] | None = None
 
     def state(self) -> torch.Tensor:
-        """What the next forward passes draw from, int64; the same on all ranks after the same steps."""
+        """State from which the next forward passes draw, int64. Equal on all ranks after the same steps."""
         return torch.tensor([self._seed, self._count], dtype=torch.int64)
 
     def restore(self, state: torch.Tensor) -> None:
-        """Goes on where :meth:`state` was taken, on any number of ranks."""
+        """Continues from a :meth:`state`, on any number of ranks."""
         self._seed, self._count = state.tolist()
 
     def next_seed(self) -> int:
@@ -47,13 +47,13 @@ class SharedRandomness:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1  # 63 bits
 
     def attach(self, modules: Iterable[nn.Module]) -> None:
-        """Surrounds the forward passes of ``modules``; of those that run inside each other, the outermost."""
+        """Surrounds the forward passes of ``modules``, only the outermost if they are nested."""
         for module in dict.fromkeys(modules):
             module.register_forward_pre_hook(self._seed_forward, prepend=True)
             module.register_forward_hook(self._restore_generators, always_call=True)  # also after errors
 
     def give_way(self) -> None:
-        """Seeds nothing from now on: another one surrounds the modules that this one does."""
+        """Disables seeding from now on, since another object surrounds the same modules."""
         self._depth += 1  # so none of them is the outermost
 
     def _seed_forward(self, module: nn.Module, inputs: Any) -> None:

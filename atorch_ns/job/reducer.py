@@ -21,11 +21,11 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_accumulation, after_backward, is_transformed, laid_out, plain_name
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
-"""Called with the reducer and a bucket, 1-d: its parameters' gradients in turn, which it may change."""
+"""Called with the reducer and a bucket, 1-d, of its parameters' gradients in order, which it may change."""
 
 
 class _Bucket:
-    """Gradients that travel as one tensor, of which the gradients of the parameters are views."""
+    """Gradients that are communicated as one tensor. The parameters' gradients are views of it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_flags: int, like: torch.Tensor) -> None:
         self.parameters = parameters
@@ -37,7 +37,7 @@ class _Bucket:
         self.gradients, self.flags = self.whole.split([sum(sizes), num_flags])
         parts = self.gradients.split(sizes)
         self.views = [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]
-        # Other tensors of the same memory: ``module.to`` gives the gradient of a parameter other memory.
+        # Other tensors in the same memory: ``module.to`` moves the gradient of a parameter elsewhere.
         aliases = [view.view_as(view) for view in self.views]
         self.grads = [
             laid_out(view, parameter) if isinstance(parameter, DTensor) else view
@@ -48,36 +48,36 @@ class _Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether the gradients of all its parameters are there."""
+        """True if the gradients of all its parameters are ready."""
         return len(self.ready) == len(self.parameters)
 
 
 _NUM_TURNS: Final = NUM_REPORTED - 1
-"""Ranks are told apart by forward passes that no backward pass has followed, up to this number of them."""
+"""Maximum number of forward passes without a backward pass by which ranks are distinguished."""
 
 _Flags = tuple[bool, ...]
-"""Of every parameter, whether it is trained."""
+"""For each parameter, whether it is trained."""
 
 
 class GradientReducer:
-    """Averages gradients of parameters of which every rank of a group holds the same: all, or the same part.
+    """Averages gradients of parameters that are equal on all ranks of a group, whole or as the same part.
 
-    Gradients belong to parameters: what a backward pass has added, through the module or another method, a
-    first time or again, is averaged when it ends. Buckets are reduced in one order on all ranks, each once
-    its gradients and all buckets before it are ready, so communication overlaps with the backward pass. A
-    parameter that no rank has used has no gradient afterwards, as in one process. Parameters may be frozen
-    and thawed at any time, on all ranks alike. Gradients of ``sparse`` embeddings keep to used rows.
+    Gradients belong to parameters. At the end of a backward pass all gradients that it added are averaged,
+    through the module or another method, for the first time or again. All ranks reduce buckets in one order,
+    each once its gradients and all earlier buckets are ready, so communication overlaps with backward passes.
+    A parameter that no rank used has no gradient afterwards, as in one process. Parameters may be frozen and
+    thawed at any time, equally on all ranks. Gradients of ``sparse`` embeddings contain only used rows.
 
     Args:
-        module: a forward pass of it announces a backward pass.
-        group: the ranks, which hold equal parameters; those that are divided, are over other ranks.
-        parameters: to reduce, trained or not, in one order on all ranks; ``None`` for all of ``module``.
-        bucket_bytes: the least size of a bucket.
-        predivide: divisor of gradients before the sum, against overflows in 16 bits; the rest of the division
-            by the number of ranks follows. ``None`` for all of it before.
+        module: a module whose forward pass announces a backward pass.
+        group: the ranks, which hold equal parameters. Divided parameters are divided over other ranks.
+        parameters: parameters to reduce, trained or not, in one order on all ranks; ``None`` for all.
+        bucket_bytes: the minimum size of a bucket.
+        predivide: divisor of gradients before the sum, against 16-bit overflow. The rest of the division
+            by the number of ranks follows the sum. ``None`` to divide completely before it.
 
     Attributes:
-        synchronised: whether gradients are those of all ranks since the last forward pass.
+        synchronised: whether gradients are averaged over all ranks since the last forward pass.
 
     Raises:
         InputError: if a number is not positive.
@@ -130,7 +130,7 @@ class GradientReducer:
         self._handles.append(module.register_forward_hook(self._watch_outputs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        """For a copy of the module, such as an average of its weights, which nothing reduces."""
+        """A twin for a copy of the module, such as an average of its weights. Nothing reduces it."""
         twin = GradientReducer.__new__(GradientReducer)
         twin._parameters, twin._handles, twin._buckets = [], [], []
         twin._hooks = {"before": [], "after": []}
@@ -143,25 +143,25 @@ class GradientReducer:
         return len(self._buckets)
 
     def before(self, hook: BucketHook) -> Callable[[], None]:
-        """Calls ``hook`` with each bucket before its reduction, once a step; returns what takes it out."""
+        """Calls ``hook`` with each bucket before its reduction, once a step. Returns a removal function."""
         self._hooks["before"].append(hook)
         return partial(self._hooks["before"].remove, hook)
 
     def after(self, hook: BucketHook) -> Callable[[], None]:
-        """Calls ``hook`` with each bucket once it holds the means; returns what takes it out again."""
+        """Calls ``hook`` with each bucket once it holds the means. Returns a removal function."""
         self._hooks["after"].append(hook)
         return partial(self._hooks["after"].remove, hook)
 
     @property
     def is_paused(self) -> bool:
-        """Whether gradients stay on their ranks for now."""
+        """True while gradients stay on their ranks."""
         return not self._sync
 
     def wait_until_told(self, *, sums: bool = False) -> None:
-        """Leaves gradients on their ranks until :meth:`sync_grad`.
+        """Keeps gradients on their ranks until :meth:`sync_grad`.
 
         Args:
-            sums: whether they are then summed, not averaged.
+            sums: whether they are then summed instead of averaged.
         """
         self._sync, self._sums = False, sums
         if sums:
@@ -169,7 +169,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward passes inside add to gradients and reduce nothing."""
+        """A context in which forward and backward passes accumulate gradients without reduction."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -178,12 +178,12 @@ class GradientReducer:
 
     @torch.no_grad()
     def sync_grad(self) -> None:
-        """Reduces what the last backward pass has left, if not done yet, and waits for all. Collective."""
+        """Reduces gradients of the last backward pass, if not done, and waits for all ranks. Collective."""
         if not self._is_expected and self._local:  # all passes since the last reduction were under no_sync
             self._expect_gradients()
         if not self._is_expected:
             return
-        # This rank's losses have not reached the module, and so nothing follows its forward passes.
+        # This rank's losses have not reached the module, so nothing follows its forward passes.
         if not self._is_queued:
             self._num_open = 0
         self._reduce_buckets()
@@ -199,7 +199,7 @@ class GradientReducer:
         """Multiplies all gradients by a number.
 
         Raises:
-            StepError: before they are reduced, while each rank has those of its own data.
+            StepError: before the reduction, while each rank has gradients of its own data.
         """
         if not self.synchronised:
             raise StepError(
@@ -210,7 +210,7 @@ class GradientReducer:
             bucket.gradients.mul_(factor)
 
     def detach(self) -> None:
-        """Takes all hooks from the module; gradients stay local from then on."""
+        """Removes all hooks from the module. Gradients stay local from then on."""
         for handle in self._handles:
             handle.remove()
 
@@ -230,7 +230,7 @@ class GradientReducer:
 
     def _begin_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not is_transformed():
-            # Of what is summed each rank keeps its share, for the next sum.
+            # Each rank keeps its share of a summed gradient for the next sum.
             if self._sums and self.synchronised:
                 for bucket in self._buckets:
                     bucket.gradients.data.div_(self._group.size())
@@ -295,7 +295,7 @@ class GradientReducer:
     @torch.no_grad()
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         slot = self._places.get(parameter)
-        # Thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse.
+        # Just thawed: this pass ends with buckets that include it. Otherwise its gradient is sparse.
         if slot is None:
             if self._sync:
                 self._end_with_pass()
@@ -364,7 +364,7 @@ class GradientReducer:
     def _launch_bucket(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        # Parameters that the pass did not reach, and repeated ones, join now.
+        # Add parameters that the pass did not reach, and those with repeated gradients.
         for index in set(range(len(bucket.parameters))) - bucket.ready:
             self._prepare_gradient(bucket, index)
         for hook in tuple(self._hooks["before"]):
@@ -386,7 +386,7 @@ class GradientReducer:
                 bucket.gradients.mul_(self._after)
             for hook in tuple(self._hooks["after"]):
                 hook(self, bucket.gradients)
-        if self._unused_parameters:  # by this rank; by all, if the sum says so
+        if self._unused_parameters:  # unused by this rank, and by all if the sum says so
             counts = self._buckets[-1].flags.tolist()  # synchronises with the GPU
             for parameter in self._unused_parameters:
                 if not counts[self._number[parameter]]:
@@ -436,9 +436,9 @@ class GradientReducer:
 
 
 def sparse_tables(module: nn.Module) -> dict[torch.Tensor, str]:
-    """The weights of embeddings whose gradients hold the rows that were used, with the modules' names.
+    """The weights of embeddings whose gradients contain only used rows, with the modules' names.
 
-    The gradient of a weight that another module has too is dense.
+    The gradient of a weight shared with another module is dense.
     """
     uses: Counter[torch.Tensor] = Counter(
         weight for part in module.modules() for weight in part.parameters(recurse=False)
@@ -451,10 +451,10 @@ def sparse_tables(module: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def require_dense_gradients(module: nn.Module, method: str) -> None:
-    """For methods of torch's ``fully_shard`` engine, which reduces no sparse gradients.
+    """Checks for sparse gradients, which methods on torch's ``fully_shard`` engine do not reduce.
 
     Raises:
-        InputError: if an embedding says ``sparse``.
+        InputError: if an embedding has ``sparse`` set.
     """
     if tables := sparse_tables(module):
         raise InputError(
@@ -464,9 +464,9 @@ def require_dense_gradients(module: nn.Module, method: str) -> None:
 
 
 def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> None:
-    """Makes a gradient of rows the sum of all ranks' times a factor; ``None`` if no rank has any. Collective.
+    """Sums a gradient of rows over all ranks, times a factor. ``None`` if no rank has one. Collective.
 
-    Where a rank's is dense, as with a penalty on the whole table, the sum is dense, as in one process.
+    If one rank's gradient is dense, as with a penalty on the whole table, so is the sum, as in one process.
     """
     gradient = table.grad
     is_dense = gradient is not None and not gradient.is_sparse
@@ -502,7 +502,7 @@ def _gather_unpadded(part: torch.Tensor, numbers: Sequence[int], group: dist.Pro
 
 
 class _LateNumbers:
-    """Numbers on their way from a GPU, for which the host does not wait until it reads them."""
+    """Numbers in an asynchronous copy from a GPU, for which the host waits only when it reads them."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)  # for an asynchronous copy

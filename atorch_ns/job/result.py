@@ -35,8 +35,8 @@ class MethodRow:
 
     Attributes:
         name: the method.
-        settings: its config where it differs from the defaults, as text.
-        why: why it is here and what it chose.
+        settings: non-default settings of its config, as text.
+        why: why it was chosen, and its own choices.
     """
 
     name: str
@@ -46,17 +46,17 @@ class MethodRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was decided and done.
+    """Decisions and actions of a job.
 
     Attributes:
-        strategy: the strategy as saved, with methods that are left out here and apply on other clusters.
+        strategy: the strategy as saved, including methods omitted here that apply on other clusters.
         rows: one for every method, in order of application.
-        notes: methods added, left out and fitted, each a sentence.
+        notes: methods added, omitted and fitted, each a sentence.
         world_size: number of processes.
         axes: the mesh, ``(name, size)``, innermost first.
         device: this rank's device.
-        num_parameters: parameter elements of the whole model.
-        parameter_bytes_per_rank: bytes of parameters that this rank keeps between steps (measured).
+        num_parameters: number of parameter elements in the whole model.
+        parameter_bytes_per_rank: bytes of parameters that this rank holds between steps (measured).
     """
 
     strategy: Strategy
@@ -93,7 +93,7 @@ class _Fields(NamedTuple):
 
 
 class ReadableReport(Protocol):
-    """Report of a job as its user reads it; ``atorch_ns.report.TrainingReport`` is the one that jobs have."""
+    """Report of a job for its user. Jobs have an ``atorch_ns.report.TrainingReport``."""
 
     @property
     def strategy(self) -> Strategy:
@@ -105,11 +105,11 @@ class ReadableReport(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Methods added, left out and fitted, each a sentence."""
+        """Methods added, omitted and fitted, each a sentence."""
 
     @property
     def search(self) -> Any:
-        """Outcome of the search, ``None`` where nothing was searched."""
+        """Outcome of the search, or ``None`` without a search."""
 
     def to_json(self) -> str:
         """The report as JSON."""
@@ -118,15 +118,15 @@ class ReadableReport(Protocol):
         """The report as one HTML page."""
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the report in the form that the ending of ``path`` names."""
+        """Writes the report in the format given by the suffix of ``path``."""
 
     def refit(self, path: str | PathLike[str] | None = None) -> Any:
-        """Corrections of the estimate that this job's measurements give, saved to ``path``."""
+        """Corrections of the estimate from this job's measurements, saved to ``path``."""
 
 
 def _with_settings(step: Step, options: Mapping[str, Any]) -> Step:
     config = step.config if isinstance(step.config, dict) else {}
-    # Paths of files that a method has read are replaced by what was in the files.
+    # Replaces paths of files read by a method with the contents of the files.
     read = [
         key for key, value in config.items() if isinstance(value, str) and isinstance(options.get(key), dict)
     ]
@@ -139,14 +139,14 @@ class Result(_Fields):
     Attributes:
         model: call it as before.
         optim: the optimizer, or ``None`` if no ``optim_func`` was given.
-        dataloader: gives this rank's part of every global batch, or ``None`` if no ``dataset`` was given.
+        dataloader: yields this rank's part of each global batch, or ``None`` if no ``dataset`` was given.
         loss_func: ``(batch, output) -> loss``.
         prepare_input: ``(batch, device) -> batch``; moves the batch to the device by default.
-        lr_scheduler: the scheduler, or ``None``. Stepping it is the user's.
+        lr_scheduler: the scheduler, or ``None``. The user steps it.
         args: ``use_optim_backward`` and ``requires_set_gradient_accumulation_boundary``.
-        train_step: ``batch -> loss``: the whole step, right for every strategy.
-        make_applied: makes :attr:`applied`.
-        make_report: makes :attr:`report`.
+        train_step: ``batch -> loss``. Runs the whole step, correct for every strategy.
+        make_applied: creates :attr:`applied`.
+        make_report: creates :attr:`report`.
     """
 
     train_step: TrainStep
@@ -167,7 +167,7 @@ class Result(_Fields):
         return result
 
     def having(self, **changes: Any) -> Result:
-        """The same objects with others in some fields."""
+        """The same objects with some fields replaced."""
         fields = {**self._asdict(), **changes}
         result = Result.of(train_step=self.train_step, make_applied=self.make_applied, job=self.job, **fields)
         result.make_report = self.make_report
@@ -175,12 +175,12 @@ class Result(_Fields):
 
     @property
     def reducer(self) -> GradientReducer | None:
-        """What averages the gradients, where ``ddp`` has ``reducer: own``."""
+        """The reducer that averages the gradients, if ``ddp`` has ``reducer: own``."""
         return self.job.gradients.reducer
 
     @property
     def applied(self) -> Report:
-        """What was applied and why, with what methods have found since, as with the first batch."""
+        """Applied methods and the reasons, with their later findings, as with the first batch."""
         return self.make_applied()
 
     @property
@@ -200,7 +200,7 @@ class Result(_Fields):
 
     @property
     def report(self) -> ReadableReport:
-        """What was applied and why, what was searched, and, after some steps, what they took."""
+        """Report of what was applied and why, of the search, and, after some steps, of their times."""
         report: ReadableReport = self.make_report()
         return report
 
@@ -211,7 +211,7 @@ class Result(_Fields):
 
     @property
     def rank(self) -> int:
-        """This process, 0 to the number of processes less one."""
+        """Rank of this process, from 0."""
         return self.job.cluster.rank
 
     @property
@@ -220,7 +220,7 @@ class Result(_Fields):
         return self.job.cluster.world_size
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The mean of a number over all data ranks, 0-d float32 and detached; collective.
+        """The mean of a number over all data ranks, 0-d float32 and detached. Collective.
 
         Raises:
             InputError: if ``value`` is not one number.
@@ -237,29 +237,29 @@ class Result(_Fields):
         return total
 
     def infer_step(self, samples: Sequence[Any]) -> tuple[Any, ...]:
-        """The model's outputs for micro-batches, in evaluation mode, without gradients; collective.
+        """The model's outputs for micro-batches, in evaluation mode, without gradients. Collective.
 
-        Every rank gets those of its samples; in a pipeline all of its ranks give the same samples.
+        Every rank gets the outputs of its samples. All ranks of a pipeline pass the same samples.
         """
         return self.train_step.infer(samples).outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes add to local gradients and communicate nothing.
+        """A context in which backward passes add to local gradients without communication.
 
-        For the plain loop: all micro-batches but the last run in it; ``train_step`` does so by itself. It
-        does nothing where ``reduce_each_micro_batch`` of fsdp or zero2 is true: gradients are then sharded.
+        In a plain loop, run all micro-batches but the last in it. ``train_step`` does so itself. The context
+        does nothing if ``reduce_each_micro_batch`` of fsdp or zero2 is true. Gradients are then sharded.
         """
         return self.job.gradients.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of all ranks together to ``max_norm``; returns the norm before, 0-d.
+        """Clips the gradients of all ranks together to ``max_norm``. Returns the 0-d norm before clipping.
 
         Call it between the backward pass and ``optim.step()``. Collective where gradients are sharded.
         """
         return self.train_step.clip_grad_norm_(max_norm, norm_type)
 
     def prepare_gradients(self) -> None:
-        """Makes the gradients in ``optim.param_groups`` complete and unscaled, for a loop that changes them.
+        """Completes and unscales the gradients in ``optim.param_groups``, for a loop that changes them.
 
         Call it after the last backward pass of a step. Collective.
         """
@@ -268,9 +268,9 @@ class Result(_Fields):
             self.optim.prepare_gradients()
 
     def average(self, decay: float | None = 0.999) -> WeightAverage:
-        """An average of the weights (EMA), divided as they are; call its ``update()`` after a step.
+        """An average of the weights (EMA), sharded like them. Call its ``update()`` after a step.
 
-        The numbers are those of ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` in one process;
+        Its values are those of ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` in one process.
         ``decay=None`` is the mean of all updates.
 
         Raises:
@@ -279,18 +279,18 @@ class Result(_Fields):
         return WeightAverage(partial(self.job.make_states, self.job, self.optim), decay)
 
     def track(self, tracker: Tracker, *, every: int = 10, samples_per_step: int | None = None) -> Tracking:
-        """Gives metrics of every so many steps of ``train_step`` to a tracker (``atorch_ns.tracking``).
+        """Sends metrics of every so many steps of ``train_step`` to a tracker (``atorch_ns.tracking``).
 
-        Call it on every rank, or on rank 0 alone: nothing is sent, and only rank 0 measures and writes.
-        A logged step waits for the device; the others do not. A tracker that fails is one warning.
+        Call it on every rank, or only on rank 0. Nothing is communicated. Only rank 0 measures and writes.
+        A logged step waits for the device, but other steps do not. A failing tracker causes one warning.
 
         Args:
-            tracker: where the metrics go.
-            every: steps from one logged step to the next.
+            tracker: the receiver of the metrics.
+            every: number of steps between logged steps.
             samples_per_step: samples in a global batch; ``None`` for that of ``dataloader``.
 
         Returns:
-            What ends it, and takes metrics of your own. The end of the interpreter ends it too.
+            An object that ends tracking and accepts your own metrics. Interpreter exit also ends tracking.
 
         Raises:
             InputError: if ``every`` is not a number of steps.
@@ -312,17 +312,17 @@ class Result(_Fields):
 
 
 class Watch(Protocol):
-    """What front ends meet in a script that is watched.
+    """Interface between front ends and a script that is being watched.
 
     Attributes:
-        strategy: in the place of each ``load_strategy``; ``None`` leaves the script's own.
+        strategy: replaces each ``load_strategy``. ``None`` keeps the script's own.
     """
 
     strategy: Any
 
     def follow(self, result: Result) -> None:
-        """Called on every rank with each job that has an optimizer, once it has one."""
+        """Called on every rank for each job with an optimizer, as soon as it has one."""
 
 
 WATCH: Final[ContextVar[Watch | None]] = ContextVar("watch", default=None)
-"""The watch of the script that runs in this context; ``None`` for almost all."""
+"""The watch of the script in this context, or ``None`` as in most scripts."""

@@ -31,38 +31,38 @@ from atorch_ns.torch_compat import (
 )
 
 _COMMUNICATION: Final = (f"{Path(dist.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}")
-"""Where the code is that waits for other ranks: torch's and the package's."""
+"""Folders of the code that waits for other ranks: torch's and the package's."""
 _POLL_S: Final = 5.0  # between looks of the thread
 STUCK_S: Final = 4 * _POLL_S
-"""A rank that four polls find at one line reports its place. A slow exchange may take longer: only calls that
-differ end ranks, and this keeps ranks that go on from writing."""
+"""Time at one line, four polls, after which a rank reports its place. A slow exchange may take longer. Only
+different calls end ranks, and this limit keeps progressing ranks from writing."""
 
 _KEPT_UPDATES: Final = {False: 3, True: 1000}
-"""Updates whose calls are kept, by whether every call is one of all ranks: ranks that are stuck are at most
-two apart, others as many as they make between two polls."""
+"""Updates whose calls are kept, keyed by whether all ranks make every call. Stuck ranks are then at most
+two apart. Other ranks are apart by the updates between two polls."""
 _FEW_MEETINGS: Final = 3
 _FEW_UPDATES: Final = 10
-"""Updates between meetings after the first ones, since a loop may evaluate or freeze in each step."""
+"""Updates between meetings after the first meetings, since a loop may evaluate or freeze in each step."""
 _MEETING_S: Final = 0.002  # first pause, doubled each time
 
 _MOST_CALLS: Final = 1024
-"""Calls after one update that are compared; a loop that never updates would fill the memory."""
+"""Maximum number of compared calls after one update, so that a loop that never updates cannot fill memory."""
 
 
 class SamePlace:
-    """Ends ranks that are at different places of a step, where none can go on.
+    """Ends the process if ranks are at different places of a step and none can continue.
 
-    A thread looks now and then at the training thread. A rank that is stuck in a call writes its calls since
-    the last updates into the store by which ranks have met. If all ranks stay stuck and have made other calls
-    since the same update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is
-    not stuck. Calls of one rank alone, as accumulated micro-batches, need not be equal unless every rank
-    waits. Ranks whose every call is one of all compare with their first, stuck or not, since they would mix
-    data of different calls. A waiting rank cannot be woken, so the process ends, as by NCCL's watchdog.
+    A thread polls the training thread. A rank that is stuck in a call writes its calls since the last updates
+    to the rendezvous store. If all ranks stay stuck and have made different calls since the same update, one
+    rank has omitted a call, which rank 0 detects. A rank that computes or writes a file is not stuck. Calls
+    of one rank alone, such as accumulated micro-batches, may differ unless every rank waits. Ranks that make
+    every call together compare with their first rank, stuck or not, since they would mix data of different
+    calls. A waiting rank cannot be woken, so the process ends, as with NCCL's watchdog.
 
     Args:
-        name: of the job, the same on all ranks and on no other job.
-        together: ranks that make this rank's forward and backward passes too, dividing a model or samples.
-        evaluating: the ranks whose passes without gradients, freezing and thawing are this rank's too.
+        name: name of the job, the same on all ranks and unique among jobs.
+        together: ranks that share this rank's forward and backward passes: they divide a model or samples.
+        evaluating: ranks that share this rank's passes without gradients, freezing and thawing.
     """
 
     def __init__(self, name: str, together: Sequence[int], evaluating: Sequence[int]) -> None:
@@ -84,15 +84,15 @@ class SamePlace:
         optimizer.register_step_pre_hook(lambda *_: self._add_call("U"))
         optimizer.register_step_post_hook(self._after_update)
         self._module = id(module)  # which lives as long as its hooks
-        # Held by the model alone, since the thread keeps this for ever.
+        # Held only by the model, since the thread keeps its references forever.
         parameters = list(module.parameters()) if self._evaluating else []
         self._is_trained = [parameter.requires_grad for parameter in parameters]
-        # First in each: fully_shard communicates in hooks of its own.
+        # First in each: fully_shard communicates in its own hooks.
         before = torch.compiler.disable(partial(self._before_forward, parameters))
         module.register_forward_pre_hook(before, prepend=True)
         follow_backward_passes(module, lambda: self._add_call("B"))
         observe_gathering(self._before_gathering)
-        with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
+        with suppress(RuntimeError):  # no thread available: nothing else depends on it
             threading.Thread(target=self._watch_thread, daemon=True, name="atorch_ns same place").start()
 
     def _add_call(self, letter: str) -> None:
@@ -105,7 +105,7 @@ class SamePlace:
             self._add_call("R")
 
     def _before_forward(self, parameters: Sequence[nn.Parameter], module: nn.Module, _: Any) -> None:
-        # Not of a copy, which has its hooks, nor of a block that is recomputed.
+        # Skip copies, which have the same hooks, and recomputed blocks.
         if id(module) != self._module or in_backward():
             return
         self._thread = threading.get_ident()
@@ -124,7 +124,7 @@ class SamePlace:
             self.meet(letter, self._evaluating)
 
     def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
-        """Waits until ``ranks``, or all, make the call of a letter; :class:`RankError` if one does not come."""
+        """Waits until ``ranks``, or all, make the call of a letter. :class:`RankError` if one never comes."""
         self._add_call(letter)
         self._meetings[letter] += 1
         number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
@@ -144,10 +144,10 @@ class SamePlace:
                         "have ended, or do something else. Call it on every rank; give init_process_group a longer "
                         "timeout if one needs more time."
                     )
-                    store.set(self._store_key("ended"), why)  # a rank that comes late must not go on alone
+                    store.set(self._store_key("ended"), why)  # a late rank must not continue alone
                     raise RankError(why)
                 time.sleep(pause)
-                pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
+                pause = min(2 * pause, _POLL_S / 20)  # all ranks poll one store
         finally:
             self._is_meeting = False
 
@@ -172,7 +172,7 @@ class SamePlace:
             beat += 1  # shows that a report is new
             last = max(calls)
             if is_stuck and is_backward and not calls[last].endswith("B"):
-                calls = {**calls, last: calls[last] + "B"}  # it has not come to the hook yet
+                calls = {**calls, last: calls[last] + "B"}  # it has not reached the hook yet
             try:
                 store = default_store()
                 report = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
@@ -190,7 +190,7 @@ class SamePlace:
                 return
 
     def _find_line(self) -> tuple[tuple[Any, int] | None, bool, bool]:
-        """The training thread's line, whether it runs a backward pass, and whether it waits for others."""
+        """The training thread's line, whether it is in a backward pass, and whether it waits for others."""
         if self._is_meeting:  # at any of its lines
             return (SamePlace.meet, 0), False, True
         frame = sys._current_frames().get(self._thread)

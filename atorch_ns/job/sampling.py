@@ -43,10 +43,10 @@ class SampledDataset(Dataset[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What stands for the user's data.
+    """Stand-in for the user's data.
 
     Attributes:
-        inputs: the user's, with the samples as dataset, without samplers, workers and schedulers.
+        inputs: the user's inputs with the samples as dataset, without samplers, workers and schedulers.
         batch: a prepared batch of a few samples on the CPU, for the profile.
         num_samples: rows of ``batch``.
         global_batch: B, samples in one training step.
@@ -61,13 +61,13 @@ class Sample:
 def sample_inputs(
     inputs: Inputs, *, num_data_ranks: int, sample_batch: Any = None, batch_size: int | None = None
 ) -> Sample:
-    """Takes a few samples; the caller's random states are as before.
+    """Takes a few samples and restores the caller's random states.
 
     Args:
         inputs: the user's objects.
-        num_data_ranks: ranks that see different data: the batch size if nothing else says.
+        num_data_ranks: number of ranks that see different data. Default batch size.
         sample_batch: a collated batch in place of the dataset's samples.
-        batch_size: B, where ``dataloader_args`` does not say.
+        batch_size: B, if ``dataloader_args`` does not contain it.
 
     Raises:
         InputError: if there is no data to sample, or the user's functions fail on it.
@@ -80,7 +80,7 @@ def sample_inputs(
 
 
 def forward_loss(inputs: Inputs) -> Callable[[Any, Any], torch.Tensor]:
-    """``(model, prepared batch) -> loss``, as a training step computes it without any method."""
+    """``(model, prepared batch) -> loss``, as computed by a training step without any method."""
 
     def run(model: Any, batch: Any) -> torch.Tensor:
         assert inputs.loss_func is not None
@@ -95,11 +95,11 @@ def forward_loss(inputs: Inputs) -> Callable[[Any, Any], torch.Tensor]:
 def first_batch(inputs: Inputs, num_rows: int, device: torch.device) -> Any:
     """``inputs.sample_batch`` or a batch of the dataset's first samples, prepared as in training.
 
-    A dataset whose items are batches gives its first item; else a batch has ``num_rows`` samples, repeated if
-    the dataset is shorter. The caller's random states are as before.
+    A dataset whose items are batches gives its first item. Otherwise a batch has ``num_rows`` samples,
+    repeated if the dataset is shorter. The caller's random states are restored.
 
     Returns:
-        The batch on ``device``; ``None`` without data, or with a dataset that can be read only once.
+        The batch on ``device``, or ``None`` without data or with a dataset that can be read only once.
     """
     prepare = inputs.prepare_input or default_prepare_input
     args = dict(inputs.dataloader_args or {})
@@ -119,10 +119,10 @@ def first_batch(inputs: Inputs, num_rows: int, device: torch.device) -> Any:
 
 
 def read_samples(dataset: Any) -> Iterator[Any] | None:
-    """The samples of a dataset from its first on.
+    """The samples of a dataset in order.
 
     Returns:
-        ``None`` without a dataset, and for one that can be iterated over only once: training would lose them.
+        ``None`` without a dataset, or if it can be iterated over only once, since training would lose them.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         stream = None if dataset is None else iter(dataset)
@@ -227,7 +227,7 @@ def _take_samples(dataset: Any, count: int) -> list[Any]:
 
 
 def _batch_sampler_size(args: Mapping[str, Any]) -> int | None:
-    size = getattr(args.get("batch_sampler"), "batch_size", None)  # drawing one could advance it
+    size = getattr(args.get("batch_sampler"), "batch_size", None)  # drawing a batch could advance it
     return size if isinstance(size, int) else None
 
 
@@ -240,7 +240,7 @@ def _prepare_batch(inputs: Inputs, batch: Any) -> Any:
 
 
 def num_samples(batch: Any) -> int:
-    """Samples in a batch; raises InputError if its tensors do not say."""
+    """Number of samples in a batch. Raises InputError if its tensors do not determine it."""
     sizes = {tensor.shape[0] for tensor in _find_tensors(batch) if tensor.dim()}
     if not sizes:
         raise InputError(f"the sample batch, {with_article(batch)}, holds no tensor with a batch dimension.")
@@ -260,7 +260,7 @@ def _find_tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def join_batches(rows: Sequence[Any]) -> Any:
-    """Batches of the same nest as one, tensors joined along dim 0; the rest is the first batch's."""
+    """Joins batches of equal nesting: tensors along dim 0, the rest from the first batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.dim() else first

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TrainedModel(Protocol):
-    """What states are read from: a built :class:`~atorch_ns.job.Job`."""
+    """Source of training states, a built :class:`~atorch_ns.job.Job`."""
 
     module: nn.Module
     original: OriginalModel
@@ -40,11 +40,11 @@ class TrainedModel(Protocol):
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the stages of one pipeline; ``None`` if the model is in one piece."""
+        """The ranks that hold the stages of one pipeline, or ``None`` if the model is in one piece."""
 
 
 def on_all_stages(job: TrainedModel, value: T) -> list[T]:
-    """``value`` of every rank of a pipeline, collective over them; of this rank alone without one."""
+    """``value`` of every rank of a pipeline, or of this rank without one. Collective over the pipeline."""
     group = job.stage_group
     if group is None:
         return [value]
@@ -52,17 +52,17 @@ def on_all_stages(job: TrainedModel, value: T) -> list[T]:
 
 
 def groups_of_all_stages(job: TrainedModel, groups: list[list[str]]) -> list[list[str]]:
-    """Names by group of all stages together, in the user's order; collective like :func:`on_all_stages`."""
+    """Names by group of all stages together, in the user's order. Collective like :func:`on_all_stages`."""
     stages = on_all_stages(job, groups)
     return [job.original.ordered(name for stage in stages for name in stage[i]) for i in range(len(groups))]
 
 
 StateValue: TypeAlias = bool | int | float | str | None
-"""An entry of an optimizer's state that is not a tensor."""
+"""A non-tensor entry of an optimizer's state."""
 
 
 class StateSpec(NamedTuple):
-    """Shape (of the whole, over all ranks) and dtype of one tensor of an optimizer's state."""
+    """Shape (of the whole tensor over all ranks) and dtype of one tensor of an optimizer's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,11 +70,11 @@ class StateSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer remembers of each parameter, by the parameter's name and then by its own.
+    """Optimizer state by the parameter's name, then by the name of the state.
 
     Attributes:
         tensors: plain tensors, or DTensors where this rank holds a shard.
-        values: entries that are no tensors.
+        values: entries that are not tensors.
     """
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
@@ -82,32 +82,32 @@ class OptimizerStates:
 
 
 class TrainingStates(Protocol):
-    """Weights and optimizer states of one job, by the names that the user's model gives its parameters.
+    """Weights and optimizer states of one job, keyed by parameter names in the user's model.
 
     A tied parameter has one name, the first of its names in ``named_parameters()`` order. Every method may
-    be collective: all ranks call it, in the same order. A tensor may be plain or a DTensor; whatever it is,
+    be collective: all ranks call it, in the same order. A tensor may be plain or a DTensor. In both cases
     ``torch.distributed.checkpoint`` must be able to save it and to load into it. A plain tensor that several
-    ranks give under one name must be the same on all of them; it may also be given by one rank only.
+    ranks give under one name must be the same on all of them. A single rank may also give it alone.
     """
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every parameter, frozen ones too, as precise as the job has it: fp32 masters where there are any.
+        """All parameters, including frozen ones, at the job's full precision: fp32 masters if there are any.
 
-        The tensors may be the live ones or copies. To change weights, the caller fills them and then calls
-        :meth:`set_weights` with them. Every rank that needs a weight must give it here.
+        The tensors may be the live ones or copies. To change weights, the caller fills the tensors and passes
+        them to :meth:`set_weights`. Every rank that needs a weight must give it here.
         """
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Makes the job train on with ``weights``, the filled tensors of :meth:`weights`."""
+        """Makes the job continue training with ``weights``, the filled tensors of :meth:`weights`."""
 
     def optimizer_class(self) -> str:
-        """Qualified name of the optimizer's class; empty without an optimizer."""
+        """Qualified name of the optimizer's class, or an empty text without an optimizer."""
 
     def group_names(self) -> list[list[str]]:
-        """The names of the parameters in each of ``result.optim.param_groups``; on every rank the same."""
+        """Parameter names in each group of ``result.optim.param_groups``, the same on every rank."""
 
     def optimizer_states(self) -> OptimizerStates:
-        """What this rank holds of the optimizer's state; live tensors or copies.
+        """This rank's part of the optimizer's state, as live tensors or copies.
 
         Raises:
             CheckpointError: for states that can be neither tensors nor plain values of one parameter.
@@ -116,10 +116,10 @@ class TrainingStates(Protocol):
     def blank_states(
         self, specs: Mapping[str, Mapping[str, StateSpec]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Fresh tensors to be filled, for those of ``specs`` that this rank holds or needs.
+        """New tensors to be filled, for entries of ``specs`` that this rank holds or needs.
 
         Args:
-            specs: shape and dtype of every tensor there will be, by the parameter's name, then the state's.
+            specs: shape and dtype of every expected tensor, by the parameter's name, then the state's.
         """
 
     def set_optimizer_states(self, states: OptimizerStates) -> None:
@@ -131,7 +131,7 @@ class TrainingStates(Protocol):
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets go of parameters that an evaluation has left gathered: plain tensors in place of the shards."""
+    """Frees parameters that an evaluation has left gathered, which are plain tensors instead of shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -140,13 +140,13 @@ def reshard(model: nn.Module) -> None:
 class ParameterStates:
     """The default :class:`~atorch_ns.job.TrainingStates`.
 
-    Where several ranks hold the stages of a pipeline, each gives its own parameters; a parameter of two
-    stages is given by both. Fused parameters are given in the user's order, as copies.
+    If several ranks hold the stages of a pipeline, each gives its own parameters. Both stages give a
+    parameter that they share. Fused parameters are given in the user's order, as copies.
 
     Args:
         job: a built job.
         optimizer: the optimizer of its result.
-        holder: gives the optimizer inside the user's that holds this rank's states, such as
+        holder: returns the inner optimizer that holds this rank's states, such as
             ``operator.attrgetter("optim")`` for ``ZeroRedundancyOptimizer``.
     """
 
@@ -162,7 +162,7 @@ class ParameterStates:
             reshard(root)  # weights may be gathered after an evaluation
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         if masters is not None:
-            masters.take_writes()  # the loop may have written to weights
+            masters.take_writes()  # the loop may have written weights
         aliases = parameter_names(job.module)
         self._job = job
         self._parameters = {job.original.first_name(names): p for p, names in aliases.items()}
@@ -183,12 +183,12 @@ class ParameterStates:
         self._inner = [] if self._holder is None else list(nested_optimizers(self._holder))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The tensors that the optimizer updates: masters where there are any. Collective for fused ones."""
+        """The tensors that the optimizer updates, or their masters. Collective for fused parameters."""
         return {name: self._unpack_value(name, tensor.detach()) for name, tensor in self._targets.items()}
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes over ``weights``, and rounds masters into the parameters they stand for."""
+        """Takes over ``weights``, and rounds masters into their parameters."""
         for name, value in weights.items():
             target, parameter = self._targets[name], self._parameters[name]
             target.copy_(self._pack_value(name, value))
@@ -202,17 +202,17 @@ class ParameterStates:
         return f"{type(self._holder).__module__}.{type(self._holder).__qualname__}"
 
     def group_names(self) -> list[list[str]]:
-        """Names by group, in the order of the user's model where ranks hold stages of it; collective then."""
+        """Names by group, in the order of the user's model. Collective if ranks hold stages of it."""
         if self._outer is None:
             return []
         names = [[self._names[p] for p in group["params"]] for group in self._outer.param_groups]
         return names if self._job.stage_group is None else groups_of_all_stages(self._job, names)
 
     def optimizer_states(self) -> OptimizerStates:
-        """The live tensors, and the entries that are no tensors.
+        """The live tensors, and the entries that are not tensors.
 
         Raises:
-            CheckpointError: naming the first entry that belongs to no parameter or is neither.
+            CheckpointError: naming the first entry without a parameter, or of another kind.
         """
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         values: dict[str, dict[str, StateValue]] = {}
@@ -235,7 +235,7 @@ class ParameterStates:
     def blank_states(
         self, specs: Mapping[str, Mapping[str, StateSpec]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors laid out like the parameters that this rank's optimizer updates."""
+        """Tensors with the layout of the parameters that this rank's optimizer updates."""
         return {
             name: {
                 entry: self._blank_state(tensor, options, entry, spec) for entry, spec in specs[name].items()
@@ -249,7 +249,7 @@ class ParameterStates:
         if self._holder is None:
             return
         owners: dict[torch.Tensor, torch.optim.Optimizer] = {}
-        for holder in (self._holder, *self._inner):  # those inside update what they have
+        for holder in (self._holder, *self._inner):  # inner optimizers update their own state
             holder.state.clear()
             owners |= dict.fromkeys((p for group in holder.param_groups for p in group["params"]), holder)
         for name, tensor, _ in self._updated_parameters():
@@ -299,7 +299,7 @@ class ParameterStates:
 
 
 def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    # States with dims must be DTensors like the parameter, since operators refuse to mix them.
+    # States with dims must be DTensors like the parameter, since operators refuse mixtures.
     if not isinstance(tensor, DTensor) or isinstance(value, DTensor) or value.dim() == 0:
         return value
     return DTensor.from_local(
@@ -308,17 +308,17 @@ def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tens
 
 
 class WeightAverage:
-    """An average of the weights, of fp32 masters where there are any, in the division that the strategy has.
+    """An average of the weights (or fp32 masters if there are any), sharded as the strategy shards them.
 
-    It costs one more copy of this rank's weights. Buffers are the model's.
+    It costs one more copy of this rank's weights. Buffers come from the model.
 
     Args:
-        states: gives the weights.
+        states: source of the weights.
         decay: d of ``average = d * average + (1 - d) * weights``, as ``get_ema_multi_avg_fn`` of torch;
             ``None`` for the mean of all updates, as ``AveragedModel`` has it by default.
 
     Attributes:
-        num_updates: weights that are in the average.
+        num_updates: number of weights in the average.
 
     Raises:
         InputError: for a decay outside of 0 to 1.
@@ -336,7 +336,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the present weights in, the first as they are; call it on every rank after a step."""
+        """Adds the current weights, the first unchanged. Call it on every rank after a step."""
         if self.num_updates == 0:
             share = 1.0
         else:
@@ -351,7 +351,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the model has the average as its weights, to evaluate, export or save it.
+        """A context in which the model uses the average as its weights, for evaluation, export or saving.
 
         Weights loaded inside, as by ``checkpoint.import_state_dict``, become the average. Collective.
         """

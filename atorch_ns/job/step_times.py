@@ -15,17 +15,17 @@ from atorch_ns.text import seconds_text
 
 _KEPT: Final = 256  # steps
 _FIRST_STEPS: Final = 2
-"""Not kept: they compile, make the optimizer's states, and open connections."""
+"""The first steps, not recorded: they compile, create optimizer states, and open connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
-    """Steps in a few numbers; measured.
+    """Summary of measured step times.
 
     Attributes:
         num_steps: number of steps.
         median_seconds: seconds of one step.
-        p25_seconds, p75_seconds: a quarter of the steps was shorter, a quarter longer.
+        p25_seconds, p75_seconds: quartiles of the step times.
     """
 
     num_steps: int
@@ -39,18 +39,18 @@ class StepSummary:
 
 
 class StepTimes:
-    """Durations of the last steps of this rank.
+    """Durations of this rank's last steps.
 
     :meth:`start` and :meth:`stop` surround a step. On the CPU a clock is read twice. On CUDA two events are
-    put on the current stream and read when somebody asks, so that no step waits for the device; a step that
-    the device has not finished is left out.
+    put on the current stream and read on request, so that no step waits for the device. A step that
+    the device has not finished is omitted.
 
-    A step that raised was started and never stopped, and does not count.
+    A step that raised has no stop and does not count.
 
     Args:
         device: the device on which the step computes.
-        kept: number of steps that are remembered.
-        clock: seconds, for devices without events.
+        kept: number of remembered steps.
+        clock: returns seconds, for devices without events.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class StepTimes:
         self._events: deque[tuple[Any, Any]] = deque(maxlen=kept)
 
     def start(self) -> None:
-        """A step begins."""
+        """Marks the start of a step."""
         self._begin = self._record_event() if self._uses_events else self._clock()
 
     def stop(self) -> None:
-        """The step that began last has ended."""
+        """Marks the end of the step that started last."""
         begin, self._begin = self._begin, None
         if begin is None:  # stop() without start()
             return
@@ -82,13 +82,13 @@ class StepTimes:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The last steps, oldest first, without the first two of all."""
+        """Durations of the last steps, oldest first, except for the first two of all."""
         if not self._uses_events:
             return tuple(self._seconds)
         return tuple(begin.elapsed_time(end) / 1e3 for begin, end in self._events if end.query())
 
     def summary(self) -> StepSummary | None:
-        """The last steps in a few numbers; ``None`` before the third step."""
+        """Summary of the last steps, or ``None`` before the third step."""
         seconds = self.seconds
         if not seconds:
             return None

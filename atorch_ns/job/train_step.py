@@ -28,40 +28,40 @@ PHASES: Final[tuple[Phase, ...]] = ("zero", "forward_backward", "reduce", "scale
 """The phases of a training step, in their order."""
 
 StepObserver = Callable[[int, torch.Tensor, torch.Tensor | None], None]
-"""Called after a step with the steps so far, the loss, and the gradients' norm if they were clipped."""
+"""Called after a step with the step count, the loss, and the gradients' norm if they were clipped."""
 
 _Arriving = tuple[StepOutput, Callable[[], object]]
-"""What a step gave, and what waits until its loss is that of all ranks."""
+"""Output of a step, and a function that waits until its loss is averaged over all ranks."""
 
 PhaseObserver = Callable[[], object]
-"""Called before or after a phase. An error on one rank ends the others where they next wait for that rank: in
-this step or, if the ranks have exchanged all that it needs, in the next one."""
+"""Called before or after a phase. An error on one rank ends the others when they next wait for that rank: in
+this step or, if the ranks have exchanged all data that it needs, in the next one."""
 
 
 class TrainStep:
-    """Runs forward, backward, clipping and the optimizer on one batch, as the strategy needs it.
+    """Runs forward, backward, clipping and the optimizer on one batch, as the strategy requires.
 
-    A batch is this rank's part of a global batch, as the data loader gives it. It is split into as many
-    micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
-    are synchronised with the last one only, unless ``reduce_each_micro_batch`` says otherwise. The loss is a
+    A batch is this rank's part of a global batch from the data loader. It is split into the number of
+    micro-batches set by ``gradient_accumulation_steps`` or the method ``gradient_accumulation``. Gradients
+    synchronise only with the last one, unless ``reduce_each_micro_batch`` says otherwise. The loss is a
     mean over the samples of the batch, unless the job has a ``weight_func`` or a ``loss_reduction``.
-    :meth:`micro_steps` takes micro-batches of one's own, of any sizes and weights, and gives the outputs too.
+    :meth:`micro_steps` accepts custom micro-batches of any size and weight, and also returns the outputs.
 
-    A step is the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``:
-    methods that a loop of one's own may call, and that :meth:`observe` watches.
+    A step has the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``.
+    They are methods that a custom loop may call, and that :meth:`observe` watches.
 
-    Gradients stay in ``grad`` after a step, and are cleared when the next one begins. A loop of one's own
-    that follows and clears them only at its end must call ``optim.zero_grad()`` first.
+    Gradients stay in ``grad`` after a step, and are cleared when the next one begins. A custom loop that
+    runs afterwards and clears gradients only at its end must call ``optim.zero_grad()`` first.
 
     Attributes:
-        optimizer: what updates the weights; ``None`` until there is one.
-        num_steps: updates so far.
+        optimizer: the optimizer that updates the weights, or ``None`` until there is one.
+        num_steps: number of updates so far.
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
         skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
-        times: how long the last steps took on this rank.
-        memory: what says that this rank's memory grows from step to step.
+        times: durations of the last steps on this rank.
+        memory: detects growth of this rank's memory from step to step.
         observers: called after every step of this rank, as ``(num_steps, loss, grad_norm)``. They must not
-            communicate; those that read a tensor wait for the device.
+            communicate. Observers that read a tensor wait for the device.
     """
 
     def __init__(
@@ -93,21 +93,21 @@ class TrainStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last optimizer step was skipped."""
+        """True if the last optimizer step was skipped."""
         return bool(getattr(self.optimizer, "skipped", False))
 
     @property
     def timeline(self) -> Sequence[Any]:
-        """The passes of this rank's last step with their times, as a pipeline stage; else empty."""
+        """The timed passes of this rank's last step as a pipeline stage, otherwise empty."""
         return getattr(self._runner, "timeline", ())
 
     def observe(
         self, phase: Phase, observer: PhaseObserver, *, when: Literal["before", "after"] = "after"
     ) -> Callable[[], None]:
-        """Calls ``observer`` before or after each run of a phase, in the order in which observers came.
+        """Calls ``observer`` before or after each run of a phase, in the order of registration.
 
         Returns:
-            What takes it out again.
+            A function that removes it.
 
         Raises:
             InputError: if there is no such phase.
@@ -151,22 +151,22 @@ class TrainStep:
         divisor: Callable[[StepOutput], float] | None = None,
         outputs: bool = False,
     ) -> StepOutput:
-        """Trains on micro-batches of one's own; collective.
+        """Trains on custom micro-batches. Collective.
 
         With weights w_i and losses l_i of all micro-batches of all data ranks, gradients are those of
-        ``sum(w_i * l_i) / sum(w_i)``; of ``sum(l_i) / sum(w_i)`` where losses are sums, such as over tokens;
-        and undivided with ``reduction="sum"``. Data ranks with fewer micro-batches than others get dummies.
+        ``sum(w_i * l_i) / sum(w_i)``, or of ``sum(l_i) / sum(w_i)`` if losses are sums, such as over tokens.
+        With ``reduction="sum"`` nothing is divided. Data ranks with fewer micro-batches get dummies.
 
         Args:
-            samples: micro-batches of this rank, before ``prepare_input``; a pipeline must take their number.
+            samples: micro-batches of this rank, before ``prepare_input``. A pipeline restricts their number.
             weights: w_i, such as numbers of tokens; ``None`` for 1 each.
-            losses: whether the loss function gives means over what the weights count, or sums.
+            losses: whether the loss function returns means over what the weights count, or sums.
             reduction: ``"mean"`` or ``"sum"`` over all micro-batches.
-            dummies: micro-batches that add exactly nothing: neither gradients nor statistics.
-            scale_fn: changes a loss, 0-d, before its backward pass.
+            dummies: micro-batches that contribute neither gradients nor statistics.
+            scale_fn: transforms a loss, 0-d, before its backward pass.
             divisor: a further divisor of the gradients, from this rank's output, summed over the data ranks.
-                Of ranks along other axes the largest counts: 0 is for those that have nothing to count.
-            outputs: whether this rank wants the model's outputs; a pipeline's last stage sends them.
+                Along other axes the largest counts: ranks with nothing to count give 0.
+            outputs: whether this rank wants the model's outputs. A pipeline's last stage sends them.
 
         Raises:
             InputError: on all ranks, if weights, dummies or the number of samples do not fit.
@@ -193,10 +193,10 @@ class TrainStep:
         scale_fn: LossScale | None = None,
         outputs: bool = True,
     ) -> StepOutput:
-        """The phases ``zero`` and ``forward_backward`` on micro-batches, for a loop that goes on itself.
+        """Runs the phases ``zero`` and ``forward_backward`` on micro-batches, for a custom loop.
 
-        Gradients are those of the sum, or mean, of the losses of all micro-batches of all data ranks, once
-        ``reduce`` has run. The arguments are those of :meth:`micro_steps`.
+        After ``reduce``, gradients are those of the sum or mean of losses of all micro-batches of all data
+        ranks. The arguments are those of :meth:`micro_steps`.
         """
         with self.sharing_failures():
             self.zero()
@@ -230,7 +230,7 @@ class TrainStep:
             # The loss was reduced while the optimizer ran.
             loss_arrives()
             self.times.stop()
-        for observer in tuple(self.observers):  # one may take itself out
+        for observer in tuple(self.observers):  # one may remove itself
             observer(self.num_steps, output.loss, self.grad_norm)
         return output
 
@@ -241,28 +241,28 @@ class TrainStep:
             optimizer.zero_grad()
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
-        """Adds the gradients of ``batch``, in micro-batches; returns the loss as :meth:`__call__` does."""
+        """Adds the gradients of ``batch``, in micro-batches. Returns the loss like :meth:`__call__`."""
         with self.sharing_failures():
             return _wait_for_loss(self._forward_backward(self._mean_of(batch))).loss
 
     def reduce(self) -> None:
-        """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
+        """Completes the gradients over all ranks. Most are reduced during the last backward pass."""
         with self._observed_phase("reduce"), self._in_scale():
             self._job.gradients.complete(self._job.module)
 
     def scale(self, factor: float | None = None) -> None:
-        """Multiplies all gradients by a number; ``None`` leaves them."""
+        """Multiplies all gradients by a number. ``None`` leaves them unchanged."""
         with self._observed_phase("scale"), self._in_scale():
             if factor is not None and factor != 1.0:
                 if isinstance(self.optimizer, StepOptimizer):
-                    self.optimizer.prepare_gradients()  # of masters, too
+                    self.optimizer.prepare_gradients()  # also of masters
                 with torch.no_grad():
                     for parameter in self._optimizer_parameters():
                         if parameter.grad is not None:
                             parameter.grad.mul_(factor)
 
     def clip(self) -> None:
-        """Clips the gradients, where the job has a ``max_grad_norm``."""
+        """Clips the gradients, if the job has a ``max_grad_norm``."""
         with self._observed_phase("clip"):
             if self._job.inputs.max_grad_norm is not None:
                 self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
@@ -275,7 +275,7 @@ class TrainStep:
             self.num_steps += 1
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of all ranks together; call it between the backward pass and the step.
+        """Clips the gradients of all ranks together. Call it between the backward pass and the step.
 
         Returns:
             The norm before clipping, 0-d, the same on every rank.
@@ -293,10 +293,10 @@ class TrainStep:
         return self._job.gradients.clip(self._optimizer_parameters(), max_norm, norm_type)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
-        """The loss on ``batch`` without training, as by :meth:`__call__`: a mean over the rows of all ranks.
+        """The loss on ``batch`` without training. Like :meth:`__call__`, a mean over the rows of all ranks.
 
-        A batch may have any number of rows, another one on each data rank, which micro-batches need not
-        divide. The model is in evaluation mode meanwhile. Collective, as a step is.
+        A batch may have any number of rows, which may differ between data ranks and need not be divisible
+        into micro-batches. The model is in evaluation mode during the call. Collective like a step.
 
         Raises:
             StepError: if the job has no loss function.
@@ -308,10 +308,10 @@ class TrainStep:
     def infer(
         self, samples: Sequence[Any], *, dummies: Sequence[bool] | None = None, outputs: bool = True
     ) -> StepOutput:
-        """The losses and outputs of micro-batches without training on them; collective.
+        """The losses and outputs of micro-batches without training on them. Collective.
 
-        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without a
-        loss function losses are zero.
+        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without
+        a loss function losses are zero.
         """
         work = partial(
             self._weigh_samples,
@@ -336,7 +336,7 @@ class TrainStep:
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
-        """Around a loop's phases and the code between them: a failure of one rank ends all."""
+        """A context for a loop's phases and the code between them. A failure of one rank ends all."""
         if self._is_shared:  # phases inside a step share the step's block
             yield
             return
@@ -360,7 +360,7 @@ class TrainStep:
             optimizer, _ = self._require_optimizer()
             self._job.gradients.sums.expect(self._job.module)
             result = self._runner.forward_backward(work)
-            # Only the last stage scales the loss; the other ranks must count that backward pass.
+            # Only the last stage scales the loss, but the other ranks must count that backward pass.
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(self._job.device)
             return self._build_output(work, result)
@@ -369,7 +369,7 @@ class TrainStep:
         return self.optimizer.in_scale() if isinstance(self.optimizer, StepOptimizer) else nullcontext()
 
     def _step_context(self, work: StepWork) -> AbstractContextManager[object]:
-        # Logits stay divided over tensor ranks in the context; a rank that wants outputs wants them whole.
+        # Logits stay sharded over tensor ranks in the context, but requested outputs are whole.
         return nullcontext() if work.askers else self._job.step.context()
 
     def _accumulate_gradients(self, work: StepWork) -> Passed:
@@ -378,13 +378,13 @@ class TrainStep:
         losses, outputs = [], []
         with job.gradients.as_parts():
             for number, micro_batch in enumerate(work.micro_batches):
-                # DeepSpeed reduces at the boundary, so it must be told which micro-batch is the last.
+                # DeepSpeed reduces at the boundary, so it must know which micro-batch is the last.
                 if job.optimizer.requires_boundary:
                     optimizer.set_gradient_accumulation_boundary(number == last)  # type: ignore[attr-defined]
                 is_dummy = number in work.dummies
-                # Only the last micro-batch reduces, including what the others accumulated.
+                # Only the last micro-batch reduces, including the accumulated gradients of the others.
                 with nullcontext() if number == last else job.gradients.skip_sync():
-                    # A dummy must change nothing, so its writes to buffers are thrown away.
+                    # A dummy must change nothing, so its writes to buffers are discarded.
                     with buffers_lent(job.module) if is_dummy else nullcontext():
                         self._changes.mark(job.module)
                         output, loss = self._forward_micro_batch(micro_batch)
@@ -434,7 +434,7 @@ class TrainStep:
 
     def _build_output(self, work: StepWork, result: Passed) -> _Arriving:
         job = self._job
-        # One number after the other: a tensor of them would be a host copy, which waits for the device.
+        # One number after another: a tensor of them would need a host copy, which waits for the device.
         terms = [loss * count for loss, count in zip(result.losses.unbind(), work.counts, strict=True)]
         loss, arrives = torch.stack(terms).sum(), _do_nothing
         # Asynchronous, so that reduction and update overlap with it.
@@ -459,7 +459,7 @@ class TrainStep:
         if self._job.mesh is not None:
             every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
             dist.all_gather(every, local)
-        # Ranks on other axes see the same samples: take the largest, since ranks with nothing to count say 0.
+        # Ranks on other axes see the same samples. Take the largest, as ranks with nothing to count give 0.
         largest: dict[float, float] = {}
         for data_rank, number in torch.stack(every).tolist():
             largest[data_rank] = max(number, largest.get(data_rank, 0.0))
@@ -486,7 +486,7 @@ class TrainStep:
                     )
                 self._rows.look(num_rows(data))
                 return StepWork.mean(parts, job.num_data_ranks)
-            rows = map(num_rows, parts)  # of no known number, all parts count alike
+            rows = map(num_rows, parts)  # without known row counts, all parts count equally
             weights = [1.0 if number is None else float(number) for number in rows]
         batches, fields = weigh(
             parts,
@@ -562,4 +562,4 @@ def _wait_for_loss(arriving: _Arriving) -> StepOutput:
 
 
 def _do_nothing() -> None:
-    """A loss of one data rank is there at once."""
+    """Needs no wait, since the loss of a single data rank is available at once."""

@@ -23,41 +23,41 @@ _CPU: Final = torch.device("cpu")
 
 
 class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """An ``Accelerator`` to which ranks that work on the same samples are one process.
+    """An ``Accelerator`` that treats ranks working on the same samples as one process.
 
-    So a data loader gives them the same samples, and a metric is gathered from one. Nothing is wrapped.
+    A data loader gives them the same samples, and metrics are gathered from one of them. Nothing is wrapped.
     """
 
     train_step: TrainStep | None = None
 
     @property
     def num_processes(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks that see different data."""
         return mpu.get_grid().get_dim("data") if mpu.is_decided() else self.state.num_processes
 
     @property
     def process_index(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank among them."""
         return mpu.get_grid().position("data") if mpu.is_decided() else self.state.process_index
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was skipped for gradients that are infinite or NaN."""
+        """True if the last step was skipped because gradients were infinite or NaN."""
         return self.train_step is not None and self.train_step.skipped
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loader's share of the data ranks; workers of ranks with the same samples draw the same."""
+        """Divides the loader over the data ranks. Workers of ranks with the same samples draw the same."""
         init = data_loader.worker_init_fn
         if isinstance(init, partial) and "rank" in init.keywords:  # transformers' seed_worker
             data_loader.worker_init_fn = partial(init, rank=self.process_index)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks that see different data, one after the other along the first dimension."""
+        """Concatenates the tensors of all ranks that see different data along the first dimension."""
         return _of_data_ranks(super().gather(tensor), self.state.num_processes)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`gather`, without the samples that make the last batch of all ranks equally long."""
+        """Like :meth:`gather`, without the samples that pad the last batch on all ranks."""
         if not use_gather_object:
             return super().gather_for_metrics(input_data)
         every = gather_object([input_data])  # a list by process
@@ -67,9 +67,9 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
 
 
 class DataDraws:
-    """Random numbers of data, apart from the model's: ranks that work on the same samples draw the same.
+    """Random numbers for data, separate from the model's. Ranks with the same samples draw the same.
 
-    Dropout changes a rank's states, so collators and datasets would draw differently from them. Collective.
+    Dropout changes a rank's states. Collators and datasets would draw differently from them. Collective.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class DataDraws:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """A context in which this stream is drawn from."""
+        """A context in which draws come from this stream."""
         backup = capture_rng(_CPU)
         restore_rng(self._states, _CPU)
         try:
@@ -89,7 +89,7 @@ class DataDraws:
             restore_rng(backup, _CPU)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader, drawn apart."""
+        """The batches of a loader, drawn from this stream."""
         batches, end = iter(loader), object()
         while True:
             with self.apart():
@@ -100,7 +100,7 @@ class DataDraws:
 
 
 class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The job's optimizer as transformers' loop calls it: a step is the training step's ``update``."""
+    """The job's optimizer for transformers' loop. A step is the training step's ``update``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, train_step: TrainStep) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -112,12 +112,12 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped."""
+        """True if the last step was skipped."""
         return self._train_step.skipped
 
 
 class DistributedModel(nn.Module):
-    """The job's model as transformers' loop calls it: whole outputs for evaluation on every rank; collective.
+    """The job's model for transformers' loop. Every rank gets whole evaluation outputs. Collective.
 
     Args:
         train_step, roots: the job's training step, and the modules that this rank runs.
@@ -131,7 +131,7 @@ class DistributedModel(nn.Module):
         self._name = name
 
     def _get_name(self) -> str:
-        return self._name  # Trainer looks up whose labels are shifted
+        return self._name  # Trainer looks up this name for models whose labels are shifted
 
     def forward(self, **inputs: Any) -> Any:
         """The outputs for one batch."""
@@ -160,7 +160,7 @@ def _of_data_ranks(tensors: Any, num_processes: int) -> Any:
 
 
 class Batches:
-    """A data loader whose random numbers are drawn apart."""
+    """A data loader with separate random numbers."""
 
     def __init__(self, loader: Any, draws: DataDraws) -> None:
         self._loader, self._draws = loader, draws

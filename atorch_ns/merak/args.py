@@ -30,11 +30,11 @@ def _read_rule(rule: str) -> dict[str, str]:
 
 
 _AT_LEAST: Final = {field: int(least) for field, least in _read_rule("least").items()}
-_NO_USE: Final = _read_rule("no use")  # fields that have nothing to do here, and why
-_REFUSED: Final = _read_rule("refused")  # TrainingArguments that a divided model cannot follow, and why
+_NO_USE: Final = _read_rule("no use")  # fields without use here, and the reason
+_REFUSED: Final = _read_rule("refused")  # TrainingArguments that a divided model does not support, and why
 
 LARGEST_SCALE_POWER: Final = 127
-"""Of fp32, in which losses are scaled."""
+"""Largest power of two for loss scales, limited by fp32."""
 
 USUAL_SAVE_STEPS: Final = 500
 """The default of ``save_steps`` in TrainingArguments."""
@@ -42,12 +42,12 @@ USUAL_SAVE_STEPS: Final = 500
 
 @dataclass
 class MerakArguments(TrainingArguments):
-    """Arguments of :class:`MerakTrainer`: transformers' own, and how the model is divided and run.
+    """Arguments of :class:`MerakTrainer`: transformers' own, and those for dividing and running the model.
 
     ``gradient_accumulation_steps`` counts micro-batches, each of ``per_device_train_batch_size`` samples.
 
     Raises:
-        InputError: naming every field that has no such value.
+        InputError: naming every field with an invalid value.
     """
 
     train_schedule: str = field(
@@ -250,7 +250,7 @@ class MerakArguments(TrainingArguments):
         return config
 
     def without_use(self) -> list[str]:
-        """A sentence for each field that was set and has nothing to do here."""
+        """A sentence for each field that was set but has no use here."""
         defaults = type(self).__dataclass_fields__
         return [
             f"{name}={getattr(self, name)!r} changes nothing: {why}."

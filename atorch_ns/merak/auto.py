@@ -27,13 +27,13 @@ _AXES: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")  # i
 
 @dataclass(frozen=True)
 class FoundDegrees:
-    """What a search found.
+    """Result of a search for degrees.
 
     Attributes:
-        strategy: what is applied.
+        strategy: the strategy to apply.
         sizes: ranks along pipe, data, sequence and model.
-        num_micro_batches: of each data rank in a step.
-        outcome: of the search, for the report; ``None`` for a file.
+        num_micro_batches: micro-batches of each data rank in a step.
+        outcome: outcome of the search, for the report; ``None`` for a file.
     """
 
     strategy: Strategy
@@ -43,7 +43,7 @@ class FoundDegrees:
 
 
 def own_loss(batch: Any, output: Any) -> torch.Tensor:
-    """The loss that a model of transformers gives with its outputs.
+    """The loss that a transformers model returns with its outputs.
 
     Raises:
         InputError: if there is none.
@@ -67,19 +67,19 @@ def search(
     optimizer: tuple[Any, Mapping[str, Any]],
     batch_size: int,
 ) -> FoundDegrees:
-    """Searches on the ranks that will train; collective.
+    """Searches for a strategy on the ranks that will train. Collective.
 
     Args:
         model: the undivided model.
-        args: of which precision, ``torch_compile`` and ``output_dir`` count here.
+        args: arguments, of which precision, ``torch_compile`` and ``output_dir`` are used.
         given_degrees: the degrees given to ``init``.
-        sample: what the model is given for a batch.
+        sample: the model's input for a batch.
         optimizer: class and arguments.
         batch_size: samples of a step over all ranks.
 
     Raises:
-        InputError: if no mesh has the degrees that were given as numbers.
-        SearchError: if nothing could be run.
+        InputError: if no mesh has the degrees given as numbers.
+        SearchError: if no candidate could be run.
     """
     cluster, registry = Cluster.detect(), load_registry()
     make, arguments = optimizer
@@ -93,7 +93,7 @@ def search(
     )
     precision: list[Any] = [("amp_native", {"dtype": "fp16" if args.fp16 else "bf16"})]
     mixed = args.fp16 or args.bf16
-    # Precision and compilation are those of the arguments; candidates differ in all else.
+    # Precision and compilation come from the arguments. Candidates differ in everything else.
     request = SearchRequest(
         included=[*(precision if mixed else ()), *(["compile"] if args.torch_compile else ())],
         excluded=[
@@ -119,11 +119,11 @@ def search(
 
 
 def read_file(path: str, given_degrees: Mapping[str, Degree], batch_size: int) -> FoundDegrees:
-    """What a strategy file says for these ranks and a step of so many samples.
+    """Reads a strategy file for these ranks and a step of ``batch_size`` samples.
 
     Raises:
-        InputError: if it has other degrees than were given to ``init``, or they do not divide the samples.
-        StrategyFileError: if it cannot be read.
+        InputError: if its degrees differ from those given to ``init``, or do not divide the samples.
+        StrategyFileError: if the file cannot be read.
     """
     result = _resolve_strategy(Strategy.load(path), Cluster.detect(), None)
     degrees = dict(zip(("pp", "dp", "sp", "tp"), result.sizes, strict=True))

@@ -26,13 +26,13 @@ log = logging.getLogger("atorch_ns")
 def save(
     result: Result, folder: str, step: int, *, position: Mapping[str, int], optimizer: bool = True
 ) -> None:
-    """Saves weights, optimizer, scheduler, loss scale and the random states that ranks share; collective.
+    """Saves weights, optimizer, scheduler, loss scale and the random states that ranks share. Collective.
 
     Args:
         result: the job.
         folder: the folder of the checkpoint, as ``out/checkpoint-100``.
         step: updates so far.
-        position: ``epoch``, ``batches`` of it that are done, and their ``global_batch_size``.
+        position: ``epoch``, number of finished ``batches`` in it, and their ``global_batch_size``.
         optimizer: whether the optimizer's states are among them.
 
     Raises:
@@ -42,9 +42,9 @@ def save(
 
 
 def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, torch.Tensor] | None:
-    """Loads a checkpoint of any front end, or of transformers' Trainer; collective. Random states are left.
+    """Loads a checkpoint of any front end or transformers' Trainer. Random states stay. Collective.
 
-    A scheduler that the checkpoint lacks goes on from the number of steps, if its rates follow from that.
+    A scheduler missing from the checkpoint continues from the number of steps, if its rates follow from it.
 
     Args:
         result: the job.
@@ -52,7 +52,7 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
         optimizer: whether the optimizer's and the scheduler's states are loaded.
 
     Returns:
-        The random states to go on with; ``None`` where as many ranks had not saved them.
+        The random states to continue with, or ``None`` if the number of ranks was different at the save.
 
     Raises:
         CheckpointError: if there are no weights of this model.
@@ -75,7 +75,7 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
     ckpt = checkpoint.load(
         path, target if optimizer and same else target.having(lr_scheduler=None), data_position=False
     )
-    # Whose rates follow from the number of steps.
+    # Its rates depend only on the number of steps.
     if optimizer and not same and isinstance(scheduler, LambdaLR):
         scheduler.last_epoch = ckpt["step"] - 1
         scheduler.step()  # sets the rates of that step
@@ -85,10 +85,10 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
 
 
 def load_weights(result: Result, folder: str) -> None:
-    """Loads the weights in a folder of ``save_pretrained``; collective. The optimizer begins anew.
+    """Loads the weights in a folder of ``save_pretrained``. The optimizer starts anew. Collective.
 
     Raises:
-        CheckpointError: if there are none of this model.
+        CheckpointError: if it has no weights of this model.
     """
     if result.job.cluster.rank == 0:
         log.warning("%s holds only weights: the optimizer starts without states.", folder)
@@ -101,7 +101,7 @@ def _checkpoint_in(folder: str) -> Path | None:
 
 
 def position(folder: str, steps_per_epoch: int, global_batch_size: int) -> tuple[int, int, int]:
-    """How far another front end's checkpoint is: steps, the epoch, and its steps in batches of this size."""
+    """Progress of another front end's checkpoint: steps, epoch, and steps of it in batches of this size."""
     path = _checkpoint_in(folder)
     assert path is not None
     manifest = Manifest.read(path)
@@ -116,25 +116,25 @@ def position(folder: str, steps_per_epoch: int, global_batch_size: int) -> tuple
 
 
 def position_at(epoch: float, steps_per_epoch: int, global_batch_size: int) -> dict[str, int]:
-    """The position in the data where transformers' Trainer counts so many epochs."""
+    """The position in the data at which transformers' Trainer counts ``epoch`` epochs."""
     whole, steps = divmod(round(epoch * steps_per_epoch), steps_per_epoch)
     return {"epoch": whole, "batches": steps, "global_batch_size": global_batch_size}
 
 
 def has_trainer_state(folder: str) -> bool:
-    """Whether a folder is a checkpoint of transformers' Trainer, and not of another front end."""
+    """Returns whether a folder is a checkpoint of transformers' Trainer, not of another front end."""
     return (Path(folder) / TRAINER_STATE_NAME).is_file()
 
 
 def last_in(folder: str) -> str | None:
-    """The last checkpoint of a run's folder that was written whole: the Trainer's state comes last."""
+    """The last complete checkpoint of a run's folder. The Trainer's state is written last."""
     places = [path for path in Path(folder).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     paths = [path for path in places if (path / TRAINER_STATE_NAME).is_file()] or places
     return str(max(paths, key=lambda path: int(path.name.rpartition("-")[2]))) if paths else None
 
 
 def named(setting: Any, output_dir: str) -> tuple[str | None, bool]:
-    """The checkpoint that ``resume_from_checkpoint`` means, and whether it has more than weights.
+    """The checkpoint meant by ``resume_from_checkpoint``, and whether it has more than weights.
 
     Raises:
         CheckpointError: if it is not there, or damaged.

@@ -28,18 +28,18 @@ def continued(
     agree: Callable[[list[int]], list[int]],
     top_p: float = _TOP_P,
 ) -> list[list[int]]:
-    """The prompts, each continued up to ``length`` tokens or to one that ends a text.
+    """The prompts, each continued to ``length`` tokens or to an end token.
 
-    Shorter texts are padded at their ends, which a causal model does not see from before.
+    Shorter texts are padded at their ends, which earlier tokens of a causal model do not see.
 
     Args:
         forward: the model.
         prompts: tokens, at least one for each text.
         length: the longest text, prompt included.
-        temperature: what logits are divided by; 0 takes the likeliest token.
+        temperature: divisor of the logits. 0 takes the likeliest token.
         ends: tokens that end a text.
-        device: where batches are.
-        agree: gives the first rank's tokens on all ranks.
+        device: the device of the batches.
+        agree: returns the first rank's tokens on all ranks.
         top_p: the share of probability that tokens are drawn from, the likeliest first.
     """
     texts = [list(prompt) for prompt in prompts]
@@ -57,7 +57,7 @@ def continued(
 
 
 def tokens_of(prompts: Any, tokenizer: Any) -> list[list[int]]:
-    """Prompts as tokens: texts by the tokenizer, tensors and lists as they are.
+    """Prompts as tokens. Texts go through the tokenizer; tensors and lists stay as they are.
 
     Raises:
         InputError: if they are neither, or empty.

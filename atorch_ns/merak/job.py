@@ -34,7 +34,7 @@ def divided(
     outcome: SearchOutcome | None = None,
     optimizer_is_trusted: bool = False,
 ) -> Result:
-    """The job of a model under a given or found strategy, without an optimizer; collective."""
+    """Creates a job for a model under a given or found strategy, without an optimizer. Collective."""
     inputs = Inputs(
         model=model,
         loss_func=loss,
@@ -55,7 +55,7 @@ def divided(
 
 
 def num_micro_batches(job: Job, count: int, usual: int) -> int:
-    """As many as the schedule takes: the last step of an epoch may have fewer than the usual ones."""
+    """A number supported by the schedule. The last step of an epoch may have fewer than usual."""
     ranks = 1 if job.mesh is None else job.mesh.size("pipeline")
     if ranks == 1:
         return count
@@ -65,13 +65,13 @@ def num_micro_batches(job: Job, count: int, usual: int) -> int:
 
 
 def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The arguments that make another optimizer of its class, of its defaults, which may hold more."""
+    """The arguments for another optimizer of its class, from its defaults, which may hold more."""
     parameters = inspect.signature(type(optimizer)).parameters
     open_ = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in optimizer.defaults.items() if open_ or name in parameters}
 
 
-# Methods that subclasses of Merak's and of older Trainers override, and what takes their places.
+# Methods that subclasses of Merak's and of older Trainers override, and their replacements.
 _HOOKS = {
     "get_loss_fn": "give loss_fn=..., a function of logits and labels, or override compute_loss(model, inputs)",
     "prepare_data": "give data_collator=..., or override _prepare_inputs",
@@ -86,7 +86,7 @@ def refuse_hooks(trainer: type) -> None:
     """Refuses a subclass whose methods would never be called.
 
     Raises:
-        InputError: with each of them, and what to override in its place.
+        InputError: naming each of them, and the method to override instead.
     """
     odd = [
         f"{name} ({way})"
@@ -98,7 +98,7 @@ def refuse_hooks(trainer: type) -> None:
 
 
 def check_recipe(name: str, make: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuses an optimizer that is made of the whole model, of which a rank holds a part.
+    """Refuses an optimizer made from the whole model, of which a rank holds a part.
 
     Raises:
         InputError: for a factory, and for arguments that are parts of a model.
@@ -115,7 +115,7 @@ def options_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     """The options of each parameter of an optimizer that was made for the undivided model.
 
     Raises:
-        InputError: if it has parameters that are not the model's, or has stepped.
+        InputError: if it has parameters of another model, or has stepped.
     """
     if optimizer.state:
         raise InputError(

@@ -21,7 +21,7 @@ ComputeLoss = Callable[..., Any]
 """``Trainer.compute_loss``."""
 
 Sample = tuple[dict[str, Any], dict[str, Any] | None, Any]
-"""The model's inputs, the batch (``None`` where no loss is wanted), and the loss's number of items."""
+"""The model's inputs, the batch (``None`` if no loss is wanted), and the number of items for the loss."""
 
 
 class _Called(Exception):
@@ -31,7 +31,7 @@ class _Called(Exception):
 
 
 class _StandIn:
-    """What ``compute_loss`` takes for the model: its attributes are the model's."""
+    """Stand-in for the model in ``compute_loss``, with the model's attributes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -44,7 +44,7 @@ class _StandIn:
 
 
 class Probe(_StandIn):
-    """A model that ends ``compute_loss`` with what it was called with."""
+    """A model that ends ``compute_loss`` with the arguments of its call."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Ends ``compute_loss``."""
@@ -54,7 +54,7 @@ class Probe(_StandIn):
 
 
 class Answer(_StandIn):
-    """A model that gives an output that is there already."""
+    """A model that returns an existing output."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], output: Any) -> None:
         super().__init__(model)
@@ -72,13 +72,13 @@ class Answer(_StandIn):
 
 
 def class_of(model: Any) -> str:
-    """The class name of a model, or of that inside adapters: ``Trainer`` shifts labels of some classes."""
+    """The class name of a model, or of the one inside adapters. ``Trainer`` shifts labels of some classes."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return type(inner).__name__
 
 
 def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], num_items: Any) -> Sample:
-    """What the model is given for a batch, and what the loss needs.
+    """The model's inputs for a batch, and the data for its loss.
 
     Raises:
         InputError: if ``compute_loss`` calls no model.
@@ -91,7 +91,7 @@ def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], n
 
 
 def loss_of(compute_loss: ComputeLoss, model: Any, sample: Sample, output: Any) -> torch.Tensor:
-    """The loss of one sample's output; 0 where none is wanted."""
+    """The loss of one sample's output, or 0 if none is wanted."""
     inputs, batch, num_items = sample
     if batch is None:
         return torch.zeros(())
@@ -105,7 +105,7 @@ class TrainerLoss:
     """The loss of a Trainer, for its job.
 
     Attributes:
-        divides_by_items: whether losses are divided by the given number of items; ``None`` before a step.
+        divides_by_items: whether losses are divided by the given number of items. ``None`` before a step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -113,13 +113,13 @@ class TrainerLoss:
         self.divides_by_items: bool | None = None
 
     def sample(self, batch: Mapping[str, Any], num_items: Any) -> Sample:
-        """What the model is given for a batch, and what the loss needs."""
+        """The model's inputs for a batch, and the data for its loss."""
         return sample_of(self._trainer.compute_loss, self._trainer.model, batch, num_items)
 
     def of(self, sample: Sample, output: Any) -> torch.Tensor:
         """The loss of one sample's output.
 
-        A mean over the items of a micro-batch becomes its part of the mean over those of the whole step.
+        A mean over the items of a micro-batch becomes its share of the mean over the whole step.
         """
         loss = loss_of(self._trainer.compute_loss, self._trainer.model, sample, output)
         _, batch, num_items = sample
@@ -139,7 +139,7 @@ class TrainerLoss:
             trainer.args.average_tokens_across_devices = averages
 
     def adds_up(self, num_items: Any, has_loss_fn: bool) -> bool:
-        """Whether losses of micro-batches add up to the step's, as if divided by its number of items."""
+        """Returns whether micro-batch losses add up to the step's, as if divided by its number of items."""
         trainer = self._trainer
         if trainer.loss_is_scaled_for_ga is not None:
             return bool(trainer.loss_is_scaled_for_ga)
@@ -152,19 +152,19 @@ class TrainerLoss:
     def look(
         self, infer: Callable[[list[Sample]], StepOutput], batch: Mapping[str, Any], num_items: Any
     ) -> None:
-        """Finds out whether the loss is divided by the number of items that it is given; collective.
+        """Determines whether the loss is divided by the given number of items. Collective.
 
-        transformers thinks so of every model whose forward takes ``**kwargs``, though some, as T5 and BERT,
-        ignore the number. Two forward passes tell: twice the number halves a divided loss. A part
-        that is never divided, such as a router's, leaves it between the half and the whole.
+        transformers assumes so for every model whose forward takes ``**kwargs``. Some, such as T5 and BERT,
+        ignore the number. Two forward passes decide: twice the number halves a divided loss. A part
+        that is never divided, such as a router's, leaves the result between the half and the whole.
         """
         once, twice = (float(infer([self.sample(batch, num_items * times)]).loss) for times in (1, 2))
-        if math.isfinite(once) and math.isfinite(twice) and once:  # else the next micro-batch tells
+        if math.isfinite(once) and math.isfinite(twice) and once:  # otherwise the next micro-batch decides
             self.divides_by_items = abs(twice - once) > 0.1 * abs(once)  # a divided loss halves, others stay
 
 
 def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -> torch.Tensor:
-    """Merak's loss of logits and labels, both flattened where labels number the logits' last dimension."""
+    """Merak's loss of logits and labels, both flattened if labels index the logits' last dimension."""
     if isinstance(outputs, torch.Tensor):
         logits = outputs
     else:

@@ -12,12 +12,12 @@ from atorch_ns.errors import InputError
 from atorch_ns.text import with_article
 
 Ratio = tuple[float, float, str]
-"""Inputs to outputs of a linear layer, and ``"col"`` or ``"row"``."""
+"""Ratio of a linear layer's inputs to outputs, and ``"col"`` or ``"row"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TpLayerLists:
-    """What tensor parallelism divides in a class of models.
+    """Layers and attributes that tensor parallelism divides in a class of models.
 
     Attributes:
         col_para_list, row_para_list: names of linear layers whose outputs, or inputs, are divided.
@@ -33,7 +33,7 @@ class TpLayerLists:
     tp_attr_list: tuple[str, ...] = ()
 
     def as_config(self) -> dict[str, Any]:
-        """As the config of ``tensor_parallel``, which has fields of these names."""
+        """The lists as the config of ``tensor_parallel``, which has fields of these names."""
         return {name: list(value) for name, value in vars(self).items() if value}
 
 
@@ -52,7 +52,7 @@ MP_MODEL_MAPPING: Final[dict[str, TpLayerLists]] = {
     "vit": TpLayerLists(col_para_list=("q_proj", "k_proj", "v_proj", "fc1"), row_para_list=("o_proj", "fc2")),
 }
 """Merak's lists with today's names of transformers, by ``config.model_type``: examples for a user's lists.
-Models of these types need none, since ``tensor_parallel`` finds what it divides, and tests it."""
+Models of these types need none, since ``tensor_parallel`` finds and tests the layers to divide."""
 
 _LISTS: Final[dict[str, TpLayerLists]] = {}  # by name of class; "" for all models
 
@@ -66,7 +66,7 @@ def set_tp_layer_lists(
     *,
     model_class: type[nn.Module] | str | None = None,
 ) -> None:
-    """Sets the layers that tensor parallelism divides, for models that :class:`MerakTrainer` gets afterwards.
+    """Sets the layers that tensor parallelism divides, for models that :class:`MerakTrainer` gets later.
 
     Args:
         col_para_list, row_para_list: ends of names of linear layers with divided outputs, or inputs.
@@ -75,10 +75,10 @@ def set_tp_layer_lists(
         tp_attr_list: attributes of modules that are divided by the degree.
         model_class: class of the models, or its name; ``None`` for all that have no lists of their own.
 
-    Without any list, it forgets those of ``model_class``. Lists are tested on the model before use.
+    Without any list, the lists of ``model_class`` are removed. Lists are tested on the model before use.
 
     Raises:
-        InputError: if a list is none.
+        InputError: if an argument is not a list.
     """
     name = (
         model_class if isinstance(model_class, str) else "" if model_class is None else model_class.__name__
@@ -105,6 +105,6 @@ def set_tp_layer_lists(
 
 
 def lists_for(model: nn.Module) -> TpLayerLists | None:
-    """The lists that were set for a model's class or one that it inherits from, else those for all models."""
+    """The lists for a model's class or its nearest base class, otherwise those for all models."""
     names = [base.__name__ for base in type(model).__mro__]  # the nearest class counts
     return next((_LISTS[name] for name in (*names, "") if name in _LISTS), None)

@@ -21,7 +21,7 @@ _CONFIG_NAMES: Final = {  # in configs of transformers
 
 
 def check_sizes(args: MerakArguments, model: nn.Module) -> None:
-    """Compares sizes that arguments name with those of the model's config, where it has them.
+    """Compares sizes in the arguments with those of the model's config, if it has them.
 
     Raises:
         InputError: naming those that differ.
@@ -39,7 +39,7 @@ def check_sizes(args: MerakArguments, model: nn.Module) -> None:
 
 
 def prepared(args: MerakArguments, model: nn.Module) -> nn.Module:
-    """The model that is trained."""
+    """The model for training."""
     if args.no_tie_modules:
         untie(model)
     config = args.lora()
@@ -47,7 +47,7 @@ def prepared(args: MerakArguments, model: nn.Module) -> nn.Module:
 
 
 def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Module:
-    """The model with LoRA, whose adapters alone are trained; one that has adapters already stays as it is.
+    """The model with LoRA, which trains only adapters. A model that already has adapters stays unchanged.
 
     Raises:
         MissingPackageError: without the package peft.
@@ -73,7 +73,7 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
 
 
 def structure_of_adapted(model: nn.Module) -> nn.Module | None:
-    """A copy without memory of a model with adapters, whose paths peft's files have; ``None`` for others."""
+    """A copy without memory of a model with adapters, for the paths in peft's files; ``None`` for others."""
     if not hasattr(model, "peft_config"):
         return None
 
@@ -84,7 +84,7 @@ def structure_of_adapted(model: nn.Module) -> nn.Module | None:
 
 
 def untie(model: nn.Module) -> None:
-    """Gives each name of a tied parameter a parameter of its own, with the same values."""
+    """Replaces each name of a tied parameter by a separate parameter with the same values."""
     unique: set[nn.Parameter] = set()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -18,7 +18,7 @@ from atorch_ns.cluster import Cluster, Mesh, agree, join_process_group
 from atorch_ns.errors import InputError
 
 Degree = int | Literal["auto"] | None
-"""Ranks along an axis; ``"auto"`` for a search, ``None`` for what the other axes leave (dp) or 1."""
+"""Ranks along an axis. ``"auto"`` for a search, ``None`` for the remaining ranks (dp) or 1."""
 
 Axis = Literal["pipe", "data", "sequence", "model"]
 AXES: Final[tuple[Axis, ...]] = get_args(Axis)
@@ -48,7 +48,7 @@ class Grid:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes as ``parallel_mode`` has them, innermost first."""
+        """The axes in the order of ``parallel_mode``, innermost first."""
         return tuple((_NAMES[axis], self.get_dim(axis)) for axis in reversed(AXES))
 
     def get_dim(self, axis: Axis) -> int:
@@ -92,11 +92,11 @@ class Grid:
         return None if self.mesh is None else self.mesh.axis(_NAMES[axis]).get_group()
 
     def get_global_rank(self) -> int:
-        """This process."""
+        """Global rank of this process."""
         return self.rank
 
     def world_size(self) -> int:
-        """Processes of the job."""
+        """Number of processes in the job."""
         pipe, data, sequence, model = self.sizes
         return pipe * data * sequence * model
 
@@ -109,7 +109,7 @@ class Grid:
         return self.position("data")
 
     def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
-        """The rank of a stage, at this rank's other places where none are given."""
+        """The rank of a stage, with this rank's other places where none are given."""
         places = {**self.get_coord(self.rank), "pipe": stage_id}
         places |= {} if data is None else {"data": data}
         places |= {} if model is None else {"model": model}
@@ -124,7 +124,7 @@ class Grid:
 
 @dataclass
 class _World:
-    """What :func:`init` decided for this process."""
+    """Decisions of :func:`init` for this process."""
 
     asked: dict[str, Degree] | None = None  # the degrees that the user gave
     grid: Grid | None = None  # None while degrees are searched for
@@ -136,17 +136,17 @@ _WORLD: Final = _World()
 def init(
     *positional: object, dp: Degree = None, tp: Degree = None, pp: Degree = None, sp: Degree = None
 ) -> None:
-    """Joins the ranks of the job and lays them out; collective.
+    """Joins the ranks of the job and arranges them. Collective.
 
     Args:
-        positional: refused: Merak's documents and its code give positions in different orders.
-        dp: ranks that see different data; ``None`` for what the others leave.
+        positional: refused, since Merak's documents and code give positions in different orders.
+        dp: ranks that see different data; ``None`` for the remaining ranks.
         tp: ranks that divide layers.
         pp: stages.
         sp: ranks that divide the sequence.
 
-    With ``"auto"`` for a degree, or with none on several processes, :class:`MerakTrainer` searches
-    for those that are not numbers, and the grid exists once it has.
+    With ``"auto"`` for a degree, or without degrees on several processes, :class:`MerakTrainer` searches
+    for the missing numbers, and the grid exists after the search.
 
     Raises:
         InputError: if the degrees do not fit the number of processes.
@@ -180,12 +180,12 @@ def init(
 
 
 def reset() -> None:
-    """Forgets the grid, before another job of this process."""
+    """Resets the grid before another job of this process."""
     _WORLD.asked, _WORLD.grid = None, None
 
 
 def decide(sizes: Sequence[int], cluster: Cluster) -> Grid:
-    """Makes the grid of the job with its process groups; collective."""
+    """Creates the grid of the job with its process groups. Collective."""
     pipe, data, sequence, model = sizes
     grid = Grid((pipe, data, sequence, model), cluster.rank)
     mesh = Mesh(grid.axes, device_type=cluster.device_type) if cluster.distributed else None
@@ -194,7 +194,7 @@ def decide(sizes: Sequence[int], cluster: Cluster) -> Grid:
 
 
 def asked_degrees() -> dict[str, Degree]:
-    """What was given to :func:`init`.
+    """The arguments of :func:`init`.
 
     Raises:
         InputError: before :func:`init`.
@@ -205,7 +205,7 @@ def asked_degrees() -> dict[str, Degree]:
 
 
 def is_decided() -> bool:
-    """Whether there is a grid: not before :func:`init`, nor before a search for its degrees."""
+    """Returns whether the grid exists. It does not before :func:`init` or a search for its degrees."""
     return _WORLD.grid is not None
 
 
@@ -213,7 +213,7 @@ def get_grid() -> Grid:
     """The grid of the job.
 
     Raises:
-        InputError: before :func:`init`, and before degrees that are ``"auto"`` have been found.
+        InputError: before :func:`init`, and before ``"auto"`` degrees have been found.
     """
     if _WORLD.grid is None:
         asked_degrees()
@@ -224,7 +224,7 @@ def get_grid() -> Grid:
 
 
 get_topo = get_grid
-"""As in Merak, where the topology is an object of its own: :class:`Grid` has its methods, too."""
+"""Alias from Merak, where the topology is a separate object. :class:`Grid` has its methods, too."""
 
 
 def _functions_of(
@@ -256,7 +256,7 @@ get_sequence_parallel_rank, get_sequence_parallel_world_size, get_sequence_paral
 def _axis_sizes(degrees: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
     numbers = {name: degree for name, degree in degrees.items() if isinstance(degree, int)}
     shared = numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("sp", 1)
-    data = numbers.get("dp", world_size // shared)  # what the others leave
+    data = numbers.get("dp", world_size // shared)  # the remaining ranks
     if data * shared != world_size:
         product_text = " × ".join(f"{name}={numbers.get(name, 1)}" for name in ("tp", "pp", "sp"))
         raise InputError(

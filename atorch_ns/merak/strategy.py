@@ -30,7 +30,7 @@ def strategy_of(
     *,
     recomputes: bool | None = None,
 ) -> Strategy:
-    """The methods of arguments, degrees and lists; ``recomputes`` overrides ``activation_checkpointing``."""
+    """The methods for arguments, degrees and lists. ``recomputes`` overrides ``activation_checkpointing``."""
     for leaf in leaf_modules:
         name = leaf if isinstance(leaf, str) else leaf.__name__
         if not select_modules(model, (name,)):
@@ -77,7 +77,7 @@ def loss_scaling(args: MerakArguments) -> dict[str, Any]:
 
 
 def tensor(args: MerakArguments, model: nn.Module) -> dict[str, Any]:
-    """How layers are divided."""
+    """Config for dividing layers."""
     lists = lists_for(model)
     config: dict[str, Any] = {} if lists is None else lists.as_config()
     if args.sequence_parallel:
@@ -90,7 +90,7 @@ def tensor(args: MerakArguments, model: nn.Module) -> dict[str, Any]:
 
 
 def pipeline(args: MerakArguments, leaf_modules: Sequence[type[nn.Module] | str] = ()) -> dict[str, Any]:
-    """How the model is cut, and how its stages are run."""
+    """Config for cutting the model and running its stages."""
     config: dict[str, Any] = {
         "schedule": "auto" if args.train_schedule == "auto" else get_schedule(args.train_schedule).name,
         "num_micro_batches": args.gradient_accumulation_steps,
@@ -110,7 +110,7 @@ def pipeline(args: MerakArguments, leaf_modules: Sequence[type[nn.Module] | str]
 
 
 def recomputation(args: MerakArguments, num_stages: int) -> list[Step]:
-    """Which blocks are recomputed."""
+    """Methods that recompute blocks."""
     if args.text_generation or not args.checkpoint_num_layers:
         return []
     config: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def recomputation(args: MerakArguments, num_stages: int) -> list[Step]:
 
 
 def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
-    """What synchronises gradients, and what data ranks shard.
+    """Methods that synchronise gradients, and shard states over data ranks.
 
     Raises:
         InputError: for a division of gradients in two where they are sharded as they are summed.
@@ -150,7 +150,7 @@ def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
 def notes_of(
     args: MerakArguments, grid: Grid, model: nn.Module | None = None, *, recomputes: bool = True
 ) -> list[str]:
-    """What the report says about arguments that do less, or something else, than in Merak."""
+    """Notes for the report on arguments that do less than in Merak, or something else."""
     notes = args.without_use()
     if recomputes and model is not None and not repeated_blocks(model):
         notes.append("nothing is recomputed: the model repeats no block.")

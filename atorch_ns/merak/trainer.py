@@ -51,17 +51,17 @@ log = logging.getLogger("atorch_ns")
 
 
 class MerakTrainer(Trainer):
-    """transformers' ``Trainer`` whose model is divided over the ranks that :func:`init` laid out.
+    """transformers' ``Trainer`` for a model divided over the ranks arranged by :func:`init`.
 
     Every method is collective: all ranks call it. Arguments are those of ``Trainer``, and:
 
     Args:
-        loss_fn: ``(logits, labels) -> loss``, both flattened where labels number classes; else that
+        loss_fn: ``(logits, labels) -> loss``, both flattened if labels index classes. Otherwise the loss
             of ``Trainer``: the model's, ``compute_loss_func``'s, with label smoothing, or ``compute_loss``'s.
-        leaf_modules: classes or names of modules that are never cut inside.
+        leaf_modules: classes or names of modules that are never cut internally.
 
     Raises:
-        InputError: for arguments that do not fit each other or the model, before anything is divided.
+        InputError: for arguments that contradict each other or the model, before anything is divided.
     """
 
     args: MerakArguments
@@ -110,7 +110,7 @@ class MerakTrainer(Trainer):
 
     @property
     def result(self) -> Result:
-        """The job: its report, strategy and training step.
+        """The job with its report, strategy and training step.
 
         Raises:
             InputError: before the first training or evaluation.
@@ -122,7 +122,7 @@ class MerakTrainer(Trainer):
         return self._result
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The model of ``model_init``, checked and with adapters as a given one."""
+        """The model of ``model_init``, checked and given adapters like a given model."""
         model = super().call_model_init(trial)
         check_sizes(self.args, model)
         return prepared(self.args, model)
@@ -137,7 +137,7 @@ class MerakTrainer(Trainer):
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
-        """With an accelerator that counts the ranks which see different data."""
+        """Creates an accelerator that counts the ranks which see different data."""
         super().create_accelerator_and_postprocess()
         self.accelerator = DataAccelerator(**self._accelerator_args)
         self.gather_function = partial(
@@ -162,7 +162,7 @@ class MerakTrainer(Trainer):
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of a step over all ranks."""
+        """Number of samples of a step over all ranks."""
         total: int = (
             self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         )
@@ -174,7 +174,7 @@ class MerakTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """As ``Trainer.train``, from a checkpoint of any layout of ranks; recomputation is the strategy's.
+        """Like ``Trainer.train``, from a checkpoint of any rank layout. The strategy controls recomputation.
 
         Raises:
             CheckpointError: if there is no such checkpoint.
@@ -203,7 +203,7 @@ class MerakTrainer(Trainer):
             return super()._inner_training_loop(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """As ``Trainer.get_batch_samples``; ranks with the same samples draw the same numbers for them."""
+        """Like ``Trainer.get_batch_samples``. Ranks with the same samples draw the same numbers for them."""
         with contextlib.nullcontext() if self._draws is None else self._draws.apart():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -223,12 +223,12 @@ class MerakTrainer(Trainer):
             return next(iter(self.get_train_dataloader()))
 
     def _ensure_job(self, batch_of: Callable[[], Mapping[str, Any]]) -> Result:
-        """The job of the present model, made at its first use; collective."""
+        """The job of the current model, created at its first use. Collective."""
         if self._result is not None and self._divided_model is self.model:  # model_init makes new ones
             return self._result
         cluster = Cluster.detect()
 
-        # The model is given this for a batch. compute_loss is called with a stand-in; no model runs.
+        # The model gets this for a batch. compute_loss is called with a stand-in; no model runs.
         def look() -> Sample:
             batch = self._prepare_inputs(dict(batch_of()))
             return self._loss.sample(batch, torch.ones((), device=self.args.device))  # any number of items
@@ -266,7 +266,7 @@ class MerakTrainer(Trainer):
         return self._result
 
     def _find_strategy(self, cluster: Cluster, sample: Sample) -> FoundDegrees | None:
-        """The strategy of a file, or what is found where ``init`` left degrees open; collective."""
+        """The strategy of a file, or of a search if ``init`` left degrees open. Collective."""
         path = self.args.strategy_file
         if path is None:
             return None if mpu.is_decided() else self._search_degrees(cluster, sample)
@@ -288,11 +288,11 @@ class MerakTrainer(Trainer):
         return self._lay_out(result, cluster)
 
     def _global_batch_size(self, cluster: Cluster) -> int:
-        """Samples of a step with searched degrees: those of transformers' Trainer on as many processes."""
+        """Samples of a step with searched degrees, as in transformers' Trainer on as many processes."""
         return self._train_batch_size * self.args.gradient_accumulation_steps * cluster.world_size
 
     def _lay_out(self, result: FoundDegrees, cluster: Cluster) -> FoundDegrees:
-        """Lays out the ranks as found, and sizes micro-batches accordingly; collective."""
+        """Arranges the ranks as found, and sizes micro-batches accordingly. Collective."""
         args, batch_size = self.args, self._global_batch_size(cluster)
         mpu.decide(result.sizes, cluster)
         args.gradient_accumulation_steps = result.num_micro_batches
@@ -313,7 +313,7 @@ class MerakTrainer(Trainer):
         begin: tuple[int, int] = super()._init_training_state(*arguments)
         if self._goes_on_from is None:
             return begin
-        # Another front end saves no trainer state: its steps and position in the data say how far it was.
+        # Another front end saves no trainer state. Its steps and data position give its progress.
         folder, size = self._goes_on_from, self.get_total_train_batch_size(self.args)
         look = partial(checkpoints.position, folder, per_epoch, size)
         cluster = self.result.job.cluster
@@ -323,7 +323,7 @@ class MerakTrainer(Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         assert self._distributed_model is not None
-        return self._distributed_model  # in the place of DDP
+        return self._distributed_model  # instead of DDP
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -345,7 +345,7 @@ class MerakTrainer(Trainer):
         return self.model_wrapped, train_dataloader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of the divided model; collective. A subclass may make one for the whole, to divide.
+        """The optimizer of the divided model. A subclass may make one for the whole model. Collective.
 
         Raises:
             InputError: for one that needs the whole model.
@@ -380,7 +380,7 @@ class MerakTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As ``Trainer.compute_loss``, or ``loss_fn`` of logits and labels. It must call the model once."""
+        """Like ``Trainer.compute_loss``, or ``loss_fn`` of logits and labels. It must call the model once."""
         if self.loss_fn is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         names = self.label_names or ["labels"]  # which forward need not name
@@ -394,16 +394,16 @@ class MerakTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Keeps a micro-batch; with the last one of a step, runs the forward and backward passes of all.
+        """Stores a micro-batch. The last one of a step runs the forward and backward passes of all.
 
         Returns:
-            The loss of the step over all ranks, 0 for the micro-batches before its last.
+            The loss of the step over all ranks, or 0 for micro-batches before the last.
         """
         model.train()
         self.optimizer.train()  # schedule-free optimizers have modes
         batch, loss = self._prepare_inputs(inputs), self._loss
         adds_up = loss.adds_up(num_items_in_batch, self.loss_fn is not None)
-        # transformers takes every model with **kwargs for one that divides by num_items: one batch tells.
+        # transformers assumes that every model with **kwargs divides by num_items: one batch decides.
         if adds_up and None is self.loss_is_scaled_for_ga is loss.divides_by_items:
             loss.look(partial(self.result.train_step.infer, outputs=False), batch, num_items_in_batch)
         self._waiting.append(loss.sample(batch, num_items_in_batch))
@@ -431,7 +431,7 @@ class MerakTrainer(Trainer):
         return self.result.train_step.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.evaluation_loop``, on all ranks together."""
+        """Like ``Trainer.evaluation_loop``, on all ranks together."""
 
         def first() -> Mapping[str, Any]:
             with random_states_kept():
@@ -449,7 +449,7 @@ class MerakTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on their ranks.
+        """Like ``Trainer.prediction_step``. If only the loss is wanted, outputs stay on their ranks.
 
         A loss is the mean over the items of its own batch, as in one process.
         """
@@ -471,13 +471,13 @@ class MerakTrainer(Trainer):
         return output.losses[0].detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model for ``from_pretrained``, with one rank's memory for it; collective."""
+        """Writes the whole model for ``from_pretrained``, using one rank's memory for it. Collective."""
         if self._result is None:
             super().save_model(output_dir, _internal_call)
             return
         cluster, folder = self._result.job.cluster, output_dir or self.args.output_dir
         whole = checkpoint.export_state_dict(self._result)
-        # peft looks for adapters where they are in the undivided model, which stages and wrappers hide.
+        # peft looks for adapters at their place in the undivided model, which stages and wrappers hide.
         present, self.model = self.model, self._structure or self.model
         try:
             cluster.on_first(partial(self._save, folder, whole), what="writing the model")
@@ -499,7 +499,7 @@ class MerakTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: a checkpoint is loaded once the model is divided."""
+        """Does nothing, since a checkpoint is loaded once the model is divided."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         assert checkpoint is not None
@@ -523,12 +523,12 @@ class MerakTrainer(Trainer):
     def generate(
         self, prompts: Any, *, out_seq_length: int | None = None, temperature: float | None = None
     ) -> list[Any]:
-        """Continues prompts by a causal language model; collective.
+        """Continues prompts by a causal language model. Collective.
 
         Args:
             prompts: texts for ``processing_class``, or tokens as lists or a tensor.
-            out_seq_length: the longest text in tokens, prompt included; ``None`` for that of the arguments.
-            temperature: of sampling; 0 takes the likeliest tokens, ``None`` is that of the arguments.
+            out_seq_length: maximum length in tokens, prompt included; ``None`` for that of the arguments.
+            temperature: sampling temperature. 0 takes the likeliest tokens, ``None`` that of the arguments.
 
         Returns:
             Texts for texts, lists of tokens for tokens; the same on every rank.

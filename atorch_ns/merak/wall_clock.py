@@ -47,7 +47,7 @@ class RankTimes(NamedTuple):
 
     @property
     def columns(self) -> dict[str, float]:
-        """Seconds by kind: passes of a pipeline, and what they waited for, in the place of their phase."""
+        """Seconds by kind. A pipeline's passes and their waiting times replace their phase."""
         if not self.passes:
             return self.phases
         totals = {"forward": 0.0, "recompute": 0.0, "backward": 0.0, "waiting": 0.0}
@@ -58,10 +58,10 @@ class RankTimes(NamedTuple):
 
 
 class WallClock(TrainerCallback):
-    """Watches the phases of a job's steps, and logs those of all ranks' last step along with metrics.
+    """Watches the phases of a job's steps, and logs those of all ranks' last step with metrics.
 
     Args:
-        result: the job. On a GPU each phase waits for the device, which makes steps slower.
+        result: the job. On a GPU each phase waits for the device, which slows steps down.
     """
 
     def __init__(self, result: Result) -> None:
@@ -73,7 +73,7 @@ class WallClock(TrainerCallback):
             result.train_step.observe(phase, partial(self._end_phase, phase))
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Gathers and logs the times of the last step; collective."""
+        """Gathers and logs the times of the last step. Collective."""
         if not self._seconds:
             return
         every = gathered(self.times, distributed=self._result.job.cluster.distributed)
@@ -85,7 +85,7 @@ class WallClock(TrainerCallback):
 
     @property
     def times(self) -> RankTimes:
-        """This rank's last step."""
+        """Times of this rank's last step."""
         begin = self._began.get("forward_backward", 0.0)
         passes = tuple(
             _Pass(
@@ -108,7 +108,7 @@ class WallClock(TrainerCallback):
 
     def _read_clock(self) -> float:
         if self._result.device.type == "cuda":
-            torch.cuda.synchronize(self._result.device)  # else launches are timed, not kernels
+            torch.cuda.synchronize(self._result.device)  # otherwise launches are timed, not kernels
         return time.perf_counter()
 
 

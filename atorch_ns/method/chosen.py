@@ -41,18 +41,18 @@ def ordered(methods: Iterable[Chosen]) -> tuple[Chosen, ...]:
 
 
 def fold_plan(methods: Iterable[Chosen]) -> Plan:
-    """What methods decide together, each adding its part in order."""
+    """The joint plan of the methods, each adding its part in order."""
     plan = Plan()
     for item in methods:
         plan = item.method.plan(plan, item.config)
     return plan
 
 
-_SCRIPT = "__main__."  # of classes in the script that runs
+_SCRIPT = "__main__."  # prefix of classes in the running script
 
 
 def named_as_here(methods: Iterable[Chosen], profile: Profile) -> tuple[list[Chosen], list[Note]]:
-    """Replaces names of classes so that they mean the model's, and so that they mean the same elsewhere.
+    """Replaces class names so that they identify the model's classes here and elsewhere.
 
     A class is called ``__main__.Block`` in the script that defines it and ``train.Block`` where the script is
     imported. A full name that matches nothing is therefore taken as its qualified name, ``Block``, if exactly

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from atorch_ns.profile import Profile
 
 Flag = StrictBool
-"""True or False, and nothing that merely looks like it."""
+"""True or False, without conversion from other values."""
 
 
 class MethodConfig(BaseModel):
@@ -48,7 +48,7 @@ class MethodConfig(BaseModel):
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
-        """The keys that a config written as something else than a mapping stands for.
+        """The keys for a config that is not written as a mapping.
 
         Raises:
             ValueError: if this method has no such shorthand.
@@ -74,7 +74,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-"""Names, of which a single string is one."""
+"""Names, or a single string as one name."""
 
 _SELECTS = "selects modules"  # mark in a field's annotation
 
@@ -83,7 +83,7 @@ ModuleSelectors = Annotated[Names, _SELECTS]
 
 
 def selector_keys(config: type[BaseModel]) -> list[str]:
-    """The keys of a config that select modules: fields of :data:`ModuleSelectors`, or of that or None."""
+    """The keys of a config that select modules: fields of type :data:`ModuleSelectors`, or of it or None."""
 
     def selects(field: FieldInfo) -> bool:
         parts = [field.metadata, *(getattr(part, "__metadata__", ()) for part in get_args(field.annotation))]
@@ -114,7 +114,7 @@ C = TypeVar("C", bound=MethodConfig)
 
 @dataclass(frozen=True)
 class Need:
-    """A role that some method of the strategy must fill, and the reason, as a clause after 'because'."""
+    """A role that another method must fill, and the reason, as a clause after 'because'."""
 
     role: str
     reason: str
@@ -127,7 +127,7 @@ class Conflict:
     Attributes:
         other: the other method's name.
         reason: why, as a sentence.
-        when: given this method's config and the other's, whether the conflict exists; ``None`` for always.
+        when: whether the conflict exists for this method's config and the other's; ``None`` for always.
     """
 
     other: str
@@ -135,17 +135,17 @@ class Conflict:
     when: Callable[[Any, Any], bool] | None = None
 
     def holds(self, mine: MethodConfig, theirs: MethodConfig) -> bool:
-        """Whether the conflict exists between these configs."""
+        """Returns whether the conflict exists between these configs."""
         return self.when is None or self.when(mine, theirs)
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The methods that one method stands for.
+    """The methods that replace one method.
 
     Attributes:
-        steps: their names and what a user would write as their configs.
-        notes: what the user should know about it, each a sentence.
+        steps: their names, and their configs as a user would write them.
+        notes: facts for the user, each a sentence.
     """
 
     steps: tuple[tuple[str, Any], ...] = ()
@@ -162,13 +162,13 @@ class Method(ABC, Generic[C]):
     """One thing that can be done to a job. Subclasses must be final.
 
     Class attributes:
-        name: as written in a strategy.
+        name: name in a strategy.
         aliases: other names users know it by.
-        phase: when it is applied.
-        Config: its settings.
+        phase: phase in which it is applied.
+        Config: class of its settings.
         provides: the roles it fills. Two methods that fill one role exclude each other.
         default_for: the role for which it is the default, added when a strategy leaves that role empty.
-        conflicts: methods it cannot stand with.
+        conflicts: methods that it cannot be combined with.
         variants: configs that compose differently from the default one, by what sets them apart.
         needs_process_group: whether it is left out with a warning in a process without a group.
         refuses_by: plan fields (``compiled``, ``sharding.layout``) that, with the config, the axes that
@@ -212,7 +212,7 @@ class Method(ABC, Generic[C]):
 
     @property
     def summary(self) -> str:
-        """What the method does, in one line."""
+        """Summary of the method in one line."""
         return inspect.getdoc(type(self)).splitlines()[0]  # type: ignore[union-attr]
 
     def roles(self, config: C) -> tuple[str, ...]:
@@ -224,19 +224,19 @@ class Method(ABC, Generic[C]):
         return ()
 
     def unavailable(self, config: C, cluster: Cluster) -> str | None:
-        """Why the method can do nothing here and is left out with a warning; ``None`` if it can."""
+        """Reason for which the method has no effect here and is omitted with a warning, or ``None``."""
         return None
 
     def notices(self, config: C, cluster: Cluster) -> Iterable[str]:
-        """Settings that mean nothing here, each a sentence; shown as one warning."""
+        """Settings without effect here, each a sentence, shown as one warning."""
         return ()
 
     def check(self, config: C, cluster: Cluster, profile: Profile | None) -> list[Problem]:
-        """Everything that makes the method impossible with this config, here, on this model."""
+        """Problems that make the method impossible with this config, on this cluster and model."""
         return []
 
     def check_plan(self, config: C, plan: Plan, cluster: Cluster) -> list[Problem]:
-        """Everything that the decisions of all methods together make impossible."""
+        """Problems that arise from the joint decisions of all methods."""
         return []
 
     def plan(self, plan: Plan, config: C) -> Plan:
@@ -252,7 +252,7 @@ class Method(ABC, Generic[C]):
         """Applies the method to the job."""
 
     def explain(self, config: C, cluster: Cluster) -> str:
-        """Why the method was chosen and with which settings, as a clause for the report."""
+        """Reason for the method and its settings, as a clause for the report."""
         return self.summary
 
 
@@ -261,10 +261,10 @@ class Expands(Protocol):
     """A method that can stand for other methods."""
 
     def expand(self, config: Any, others: Plan, cluster: Cluster) -> Expansion | None:
-        """The methods that replace this one before a strategy is completed; ``None`` if it stays.
+        """The methods that replace this one before a strategy is completed, or ``None`` if it stays.
 
-        They are resolved as if the user had written them, and a saved strategy shows them. A replaced method
-        does nothing itself: none of its other hooks is called.
+        They are resolved as if the user had written them, and a saved strategy shows them. None of the other
+        hooks of a replaced method is called.
 
         Args:
             config: the config as written.
@@ -272,7 +272,7 @@ class Expands(Protocol):
             cluster: the cluster that the strategy is resolved for.
 
         Raises:
-            StrategyError: if there is nothing that it could stand for, or a key of the config is at odds with
+            StrategyError: if it can stand for no method, or a key of the config contradicts the
                 the other methods.
         """
 
@@ -290,7 +290,7 @@ class FitsCluster(Protocol):
 
 
 def fit_config(method: Method[Any], config: MethodConfig, cluster: Cluster) -> MethodConfig:
-    """``config`` fitted by a method that :class:`FitsCluster`; unchanged for other methods."""
+    """``config`` fitted by a method that :class:`FitsCluster`, or unchanged for other methods."""
     if not isinstance(method, FitsCluster):
         return config
     result: MethodConfig = method.fit(config, cluster)
@@ -299,18 +299,18 @@ def fit_config(method: Method[Any], config: MethodConfig, cluster: Cluster) -> M
 
 @runtime_checkable
 class FollowsPlan(Protocol):
-    """A method whose config may leave open what a search decides by predicted memory."""
+    """A method whose config may leave open a choice that a search makes by predicted memory."""
 
     def following(self, config: Any, plan: Plan) -> Any:
-        """The config with what ``plan`` has decided written out where ``config`` left it open."""
+        """The config with open choices filled in from ``plan``."""
 
 
 @runtime_checkable
 class ReplacesModules(Protocol):
-    """A method that changes what the model computes: a search needs a profile of the model with it."""
+    """A method that changes the computation of the model. A search needs a profile of the changed model."""
 
     def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
-        """``model``, a copy that may be changed, with modules replaced; ``None`` if none is.
+        """``model``, a copy that may be changed, with modules replaced, or ``None`` if none is.
 
         Only its structure counts. ``profile`` is that of the original model.
         """
@@ -324,7 +324,7 @@ class CarriesState(Protocol):
     """
 
     def carry(self) -> Any:
-        """What is sent to another process, by cloudpickle; ``None`` for nothing."""
+        """State to send to another process by cloudpickle, or ``None`` for nothing."""
 
     def restore(self, carried: Any) -> None:
-        """Takes over what :meth:`carry` gave in the process that this one runs trials for."""
+        """Restores the result of :meth:`carry` in a process that runs trials for this one."""

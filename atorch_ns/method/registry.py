@@ -65,16 +65,16 @@ class Registry:
         return Problem(message=f"unknown method {name!r}.{hint}")
 
     def default_for(self, role: str) -> Method[Any] | None:
-        """The method that is added where nothing in a strategy fills ``role``."""
+        """The method added if no method of a strategy fills ``role``."""
         return next((method for method in self if method.default_for == role), None)
 
     def carried(self) -> dict[str, Any]:
-        """What methods carry to another process, by their names."""
+        """State that methods carry to another process, by their names."""
         states = ((method.name, method.carry()) for method in self if isinstance(method, CarriesState))
         return {name: state for name, state in states if state is not None}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Gives every method what its like carried from another process."""
+        """Gives every method the state that it carried from another process."""
         for name, state in states.items():
             if name in self and isinstance(method := self.get(name), CarriesState):
                 method.restore(state)
@@ -94,12 +94,12 @@ class Registry:
 
 
 def load_registry() -> Registry:
-    """All methods of the installed distributions, the built-in ones among them.
+    """All methods of the installed distributions, including the built-in ones.
 
-    A plug-in that fails to load is a warning that names its distribution; the rest is loaded.
+    A plug-in that fails to load causes a warning with its distribution's name. Other plug-ins are loaded.
 
     Raises:
-        RegistrationError: if there is no distribution, as where sources on Python's path are not installed.
+        RegistrationError: if there is no distribution, for example if the sources are not installed.
     """
     registry = Registry()
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)

@@ -19,7 +19,7 @@ from atorch_ns.text import clipped, did_you_mean
 
 
 def validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list[Problem]]:
-    """The methods of a strategy with their configs, and everything that is wrong with names and configs."""
+    """The methods of a strategy with their configs, and all problems of names and configs."""
     choices: list[Chosen] = []
     problems: list[Problem] = []
     for step in strategy:
@@ -105,8 +105,8 @@ class Resolved:
     Attributes:
         chosen: methods and configs in order of application.
         plan: their decisions together.
-        strategy: the strategy as it is saved, without defaults. It keeps what is left out on this cluster,
-            and has what a method stands for in that method's place.
+        strategy: the strategy as saved, without defaults. It keeps methods omitted on this cluster,
+            and replaces a method that stands for others by those methods.
         notes: decisions made for the user.
     """
 
@@ -139,7 +139,7 @@ def resolve(
     chosen, left_out, notes = _leave_out(chosen, cluster)
     chosen, size_notes, problems = _fit_configs(chosen, cluster)
     chosen, default_notes, unfilled = _add_defaults(chosen, cluster, registry)
-    # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
+    # Methods omitted here must fit too: a conflict must not wait for a machine with more processes.
     problems += unfilled + _find_clashes([*chosen, *left_out])
     if not problems:  # checks assume methods that can be combined
         for item in chosen:
@@ -234,7 +234,7 @@ def _find_clashes(choices: list[Chosen]) -> list[Problem]:
 
 
 def clash(first: Chosen, second: Chosen) -> str | None:
-    """Why two methods cannot be combined; ``None`` if they can."""
+    """Reason for which two methods cannot be combined, or ``None`` if they can."""
     shared = sorted(set(first.method.roles(first.config)) & set(second.method.roles(second.config)))
     for mine, theirs in ((first, second), (second, first)):  # either may declare it
         for conflict in mine.method.conflicts:
@@ -259,7 +259,7 @@ def _make_error(problems: list[Problem]) -> StrategyError:
 
 
 class Pairing(NamedTuple):
-    """Two methods, and why they cannot be combined; ``None`` if they can."""
+    """Two methods, and the reason for which they cannot be combined, or ``None`` if they can."""
 
     first: str
     second: str

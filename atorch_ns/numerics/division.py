@@ -38,13 +38,13 @@ _DIFFERS: Final = 1e-4
 
 
 def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registry: Registry) -> str:
-    """Trains the model in small for two steps, as a strategy divides it and in one process; collective.
+    """Trains a small copy of the model for two steps, divided by a strategy and in one process. Collective.
 
     Only methods that divide the model, or synchronise what they leave, take part, in full precision. The
     small model has the first and the last block and one of each kind between. A micro-batch is one sample.
 
     Returns:
-        What was found, as a sentence for the report.
+        The finding, as a sentence for the report.
 
     Raises:
         StrategyError: on every rank, if a loss or a parameter differs from one process (it names the module),

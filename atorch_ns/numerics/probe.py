@@ -48,8 +48,8 @@ class ProbeResult:
         num_judged, num_parameters: parameters that were compared, and all.
         seconds: wall time.
         reason: why it failed or did not run; empty if it passed.
-        caution: why a pass may still differ from one process with whole batches in one pass; else empty.
-        notes: what could not be compared, as sentences.
+        caution: reason why a pass may still differ from one process with whole batches; empty without one.
+        notes: parts that could not be compared, as sentences.
     """
 
     passed: bool
@@ -83,7 +83,7 @@ class ProbeResult:
 def probe(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool = True
 ) -> ProbeResult:
-    """Trains a small model under ``strategy`` and in one process, and compares; collective.
+    """Trains a small model under ``strategy`` and in one process, and compares. Collective.
 
     The caller's model and random states are not changed. Failures of the strategy are not raised.
 
@@ -140,7 +140,7 @@ def prepare_small(
 
 
 def run_small(setup: Prepared, cluster: Cluster) -> StrategyRun:
-    """Trains the small job under its strategy; collective."""
+    """Trains the small job under its strategy. Collective."""
     return run_strategy(
         setup.inputs,
         cluster,
@@ -152,7 +152,7 @@ def run_small(setup: Prepared, cluster: Cluster) -> StrategyRun:
 
 
 def judge_run(setup: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
-    """Holds every parameter to its tolerance; collective."""
+    """Compares every parameter with its tolerance. Collective."""
     return cluster.on_first(
         lambda: _judge_parameters(setup, inputs, cluster, run), what="judging a run in small"
     )

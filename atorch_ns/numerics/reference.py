@@ -25,7 +25,7 @@ UPDATE_FLOOR = 1e-3
 is zero but for rounding, and the quotient would measure noise."""
 MOMENTUM = 0.9
 LARGEST_STEP = 0.3
-"""The learning rate lets the parameter that moves most move by this share of its largest value."""
+"""The learning rate moves the fastest parameter by this share of its largest value."""
 ROUNDINGS = 2.0
 """Errors up to this many units in the last place of a weight are rounding of the weight itself."""
 
@@ -103,7 +103,7 @@ class RoundsTo16Bits(TorchDispatchMode):
 
 
 def bare_groups(inputs: Inputs) -> Callable[[nn.Module], Iterable[Any]] | None:
-    """``optim_param_func`` with the groups that it makes and none of their options."""
+    """``optim_param_func`` reduced to its groups, without their options."""
     function = inputs.optim_param_func
     if function is None:
         return None
@@ -376,7 +376,7 @@ def update_errors(
 
 
 def distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest absolute difference; infinite when shapes differ or a number is not finite."""
+    """The largest absolute difference; infinite if shapes differ or a number is not finite."""
     if tensor.shape != other.shape:
         return math.inf
     if tensor.numel() == 0:

@@ -59,7 +59,7 @@ def run_strategy(
     training: bool,
     everywhere: bool = False,
 ) -> StrategyRun:
-    """Applies the strategy and trains on this rank's part of each batch; collective.
+    """Applies the strategy and trains on this rank's part of each batch. Collective.
 
     Args:
         inputs: the model and its loss, with SGD as optimizer; the model is used up.
@@ -97,7 +97,7 @@ def _free_training_memory(result: Result) -> None:
 def judged_job(
     inputs: Inputs, cluster: Cluster, resolved: Resolved, *, learning_rate: float, training: bool
 ) -> Result:
-    """The job whose parameters are compared with those of one process; collective. The model is used up.
+    """The job whose parameters are compared with those of one process. The model is used up. Collective.
 
     Rounding to fp8 is left out, since it moves parameters by as much as a wrong strategy would.
 
@@ -125,7 +125,7 @@ def judged_job(
 
 
 def train_step(result: Result, batch: Any) -> float:
-    """One step, again and again while a loss scale that is too large has it skipped."""
+    """Runs one step, repeated while a too large loss scale makes the optimizer skip it."""
     for _ in range(_MAX_SKIPS):
         loss = float(result.train_step(batch))
         if not result.train_step.skipped:

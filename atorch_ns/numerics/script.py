@@ -43,7 +43,7 @@ class Enough(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptDifference:
-    """What the ranks have that one process has not.
+    """A difference between the ranks and one process.
 
     Attributes:
         job: number of the call of a front end, from 0, in the order of the script.
@@ -73,13 +73,13 @@ class ScriptDifference:
 
 
 class ScriptWatch:
-    """What a script's front ends meet while it is compared.
+    """Observer of a script's front ends during a comparison.
 
     Args:
-        folder: where this run's records go.
-        strategy: in the place of each ``load_strategy``; ``None`` leaves the script's own.
+        folder: folder for this run's records.
+        strategy: replacement for each ``load_strategy``; ``None`` for the script's own strategy.
         num_steps: updates of each optimizer after which the script is ended.
-        rounding: error that gradients get before an update, in units of their largest element.
+        rounding: error added to gradients before an update, relative to their largest element.
     """
 
     def __init__(self, folder: Path, strategy: Any, num_steps: int, rounding: float = 0.0) -> None:
@@ -93,7 +93,7 @@ class ScriptWatch:
         self._noise = torch.Generator().manual_seed(1)
 
     def follow(self, result: Result) -> None:
-        """Records what a front end has made, and each update of its optimizer from now on."""
+        """Records the result of a front end, and each later update of its optimizer."""
         number, optimizer = len(self._counts), result.optim
         assert optimizer is not None
         self._counts.append(0)
@@ -181,7 +181,7 @@ def compare_runs(
     """The first difference beyond rounding, and the largest of each update, in units of its tolerance.
 
     Args:
-        folder: with the records of the three runs: ``one``, ``ranks`` and ``rounding``.
+        folder: folder with the records of the three runs ``one``, ``ranks`` and ``rounding``.
         num_ranks: ranks of the second run.
         reduced: whether something was computed in less than float32.
     """

@@ -41,7 +41,7 @@ from atorch_ns.strategy import Strategy
 from atorch_ns.text import bytes_text
 
 _CONSTANT_NOISE = 0.02
-"""Standard deviation of what is added to parameters whose values are all alike (see :func:`fill`)."""
+"""Standard deviation of the noise added to parameters with constant values (see :func:`fill`)."""
 
 Originals = Mapping[nn.Parameter, nn.Parameter]
 
@@ -210,10 +210,10 @@ class _ClosedOver(TorchFunctionMode):
 def prepare(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool, rows: int
 ) -> Prepared:
-    """Builds the small model, and trains it on rank 0 with ``rows`` samples a micro-batch; collective.
+    """Builds the small model, and trains it on rank 0 with ``rows`` samples per micro-batch. Collective.
 
     Raises:
-        Exception: on every rank, whatever stands in the way of a comparison.
+        Exception: on every rank, for any reason that prevents a comparison.
     """
 
     def agree(action: Callable[[], T]) -> T:

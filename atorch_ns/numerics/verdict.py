@@ -138,7 +138,7 @@ def judge(
 
 
 def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> str | None:
-    """Why the mean of the losses of the parts of a batch is not the loss of the whole; ``None`` if it is.
+    """The reason why the parts' mean loss is not the whole batch's loss; ``None`` if they are equal.
 
     Args:
         parts: run of one step on the parts, one after the other, as ranks compute them.

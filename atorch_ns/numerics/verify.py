@@ -47,7 +47,7 @@ from atorch_ns.text import error_text, user_frame
 
 @contextmanager
 def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
-    """Turns exceptions of the block that are no errors of this package into ones that name their origin.
+    """Turns foreign exceptions of the block into errors of this package that name their origin.
 
     Args:
         run: name of the run, as ``"training in one process"``.
@@ -103,7 +103,7 @@ class _Truth:
 def verify(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, num_steps: int = 5
 ) -> Verification:
-    """Trains the model under ``strategy`` and in one process, and compares; collective.
+    """Trains the model under ``strategy`` and in one process, and compares. Collective.
 
     The caller's model and random states are as before.
 

@@ -31,13 +31,13 @@ from atorch_ns.text import bytes_text, percent_text, seconds_text
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorPrice:
-    """Predicted cost of all operators of one key in a training step, on one rank.
+    """Predicted cost of all operators with one key in a training step, on one rank.
 
     Attributes:
         key, division: as in the plan; whole operators have an empty division.
         count: number of the operators.
-        seconds: of computing.
-        conversion_seconds, bytes_moved: of converting their arguments; bytes of the whole values exchanged.
+        seconds: compute time.
+        conversion_seconds, bytes_moved: time to convert their arguments, and bytes of the exchanged values.
     """
 
     key: str
@@ -49,12 +49,12 @@ class OperatorPrice:
 
     @property
     def total(self) -> float:
-        """Seconds of computing and converting."""
+        """Compute and conversion time, in seconds."""
         return self.seconds + self.conversion_seconds
 
 
 def operator_costs(assembly: Assembled, plan: OperatorPlan) -> list[OperatorPrice]:
-    """The operators of a plan, the longest first."""
+    """The predicted costs of a plan's operators, the slowest first."""
     problem, choices = assembly.problem, assembly.choices(plan)
     options = [node.options[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
     conversion_seconds: dict[int, float] = defaultdict(float)  # by index of the node, as below
@@ -80,7 +80,7 @@ def operator_costs(assembly: Assembled, plan: OperatorPlan) -> list[OperatorPric
 
 
 def costs_text(costs: Sequence[OperatorPrice], *, top: int = 10) -> str:
-    """A table of the longest operators, with the share that they take of all."""
+    """A table of the slowest operators, with their share of the total time."""
     total = sum(cost.total for cost in costs) or 1.0
     top_costs = costs[:top]
     rows = [("operator", "×", "division", "computes", "converts", "exchanges", "share")]
@@ -114,7 +114,7 @@ def costs_text(costs: Sequence[OperatorPrice], *, top: int = 10) -> str:
 
 
 Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
-"""Leaves of an operator's rules those that the user's constraints allow."""
+"""Filters an operator's rules by the user's constraints."""
 
 
 def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -> LegalRules:
@@ -144,7 +144,7 @@ def _operator_rules(op: Operator, degree: int, cache: dict[object, tuple[Rule, .
 def parameter_placements(
     graph: OperatorGraph, rules: Mapping[str, Rule], degree: int
 ) -> dict[str, Placement]:
-    """By parameter key where each is best stored: as its uses need it, if they all need it divided alike."""
+    """The best placement of each parameter, by key: sharded if all of its uses need the same shard."""
     needs: dict[str, set[Placement]] = {}
     sizes: dict[str, Sequence[int]] = {}
     for op in graph.operators:
@@ -165,7 +165,7 @@ def parameter_placements(
 def planned(
     graph: OperatorGraph, degree: int, choose: Callable[[str, Sequence[Rule]], Rule], note: str = ""
 ) -> OperatorPlan:
-    """The plan of what ``choose`` takes for each key among its legal rules."""
+    """The plan in which ``choose`` picks one of the legal rules of each key."""
     rules = {key: choose(key, legal) for key, legal in legal_rules(graph, degree).items()}
     dividing_rules = {key: rule for key, rule in rules.items() if rule.divides}
     parameters = parameter_placements(graph, rules, degree)
@@ -179,7 +179,7 @@ def random_plan(graph: OperatorGraph, degree: int, seed: int) -> OperatorPlan:
 
 
 def batch_plan(graph: OperatorGraph, degree: int) -> OperatorPlan:
-    """A plan that divides the samples wherever they can be followed, and nothing else."""
+    """A plan that divides only the samples, wherever they can be followed."""
 
     def choose(key: str, legal: Sequence[Rule]) -> Rule:
         (op, *_) = graph.by_key[key]
@@ -191,11 +191,11 @@ def batch_plan(graph: OperatorGraph, degree: int) -> OperatorPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """The fastest plan that was found, and how sure that is.
+    """The fastest plan that was found, with a bound on how much faster any other could be.
 
     Attributes:
         outcome: predicted seconds and bytes, and the bound that no plan is faster than.
-        costs: of its operators, the longest first.
+        costs: costs of its operators, the slowest first.
     """
 
     plan: OperatorPlan
@@ -204,7 +204,7 @@ class Solved:
 
     @property
     def text(self) -> str:
-        """What is predicted, in two sentences."""
+        """The prediction, in two sentences."""
         price = self.outcome.price
         return (
             f"{seconds_text(price.seconds)} a step of forward and backward pass, of them "
@@ -224,14 +224,14 @@ def solved_plan(
     recomputed: bool = False,
     allow: Allow | None = None,
 ) -> Solved:
-    """The plan that is predicted to be the fastest within a memory limit.
+    """The plan with the lowest predicted step time within a memory limit.
 
     Args:
-        memory_limit: bytes of one rank.
+        memory_limit: bytes on one rank.
         recomputed: whether blocks are recomputed in the backward pass.
 
     Raises:
-        InputError: if none fits; it names the largest parts.
+        InputError: if no plan fits. The message names the largest consumers of memory.
     """
     legal = legal_rules(graph, degree, allow)
     problem = assemble(graph, legal, prices, states, device=device, recomputed=recomputed)
@@ -240,9 +240,9 @@ def solved_plan(
     return Solved(plan=plan, outcome=outcome, costs=operator_costs(problem, plan))
 
 
-_GAP = 1e-3  # relative: plans predicted to be as near are equal, as no prediction is better
+_GAP = 1e-3  # relative: plans this close count as equal, since predictions are no more accurate
 
-_SECONDS = 10.0  # limit of a search
+_SECONDS = 10.0  # time limit of a search
 
 
 def _batch_dim(node: fx.Node) -> int | None:
@@ -273,7 +273,7 @@ def refitted(
     device: torch.device,
     allow: Allow | None = None,
 ) -> OperatorPlan:
-    """The fastest plan for a call that ``plan`` was not made for, with parameters where it has them."""
+    """The fastest plan for a call that ``plan`` does not fit. Parameters keep the placements of ``plan``."""
     problem = assemble(
         graph, legal_rules(graph, degree, allow), prices, States(), device=device, stored=plan.parameters
     )
@@ -283,7 +283,7 @@ def refitted(
 def division_of(
     plan: OperatorPlan, graph: OperatorGraph, degree: int, summed: frozenset[str] | None = None
 ) -> OperatorDivision:
-    """The rules of a graph's operators, by a plan; operators that it does not name are whole.
+    """The rules that a plan gives to a graph's operators. Operators that it does not name stay whole.
 
     Args:
         summed: parameters whose gradients are summed after the backward pass; by default those partly used.
@@ -337,7 +337,7 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
 
 
 def _find_legal_rule(plan_rule: Rule, legal: Iterable[Rule]) -> Rule:
-    return next(rule for rule in legal if rule == plan_rule)  # it has the kernel, which a plan does not name
+    return next(rule for rule in legal if rule == plan_rule)  # it has a kernel, unlike the plan's rule
 
 
 Policy = Literal["solve", "batch", "random"]
@@ -349,10 +349,10 @@ class Wanted:
 
     Attributes:
         plan: path of a plan's file, or the contents of one; ``None`` to find one.
-        policy: how it is found: the fastest within the memory, the samples divided, or any legal rules.
-        seed: of the policy ``random``.
+        policy: how to find one: the fastest that fits in memory, samples divided, or random legal rules.
+        seed: seed for the policy ``random``.
         constraints: path of a YAML file in nnScaler's form.
-        memory_bytes: of a rank, for the policy ``solve``; ``None`` for the device's.
+        memory_bytes: memory limit of a rank for the policy ``solve``; ``None`` for the device's memory.
         recomputed: whether blocks are recomputed in the backward pass.
     """
 
@@ -369,8 +369,8 @@ class FoundPlan:
     """A plan that fits its graph.
 
     Attributes:
-        note: where it comes from, and what is predicted of it.
-        warnings: constraints that nothing obeys.
+        note: the plan's origin and predicted cost.
+        warnings: warnings about constraints that match no operator.
     """
 
     plan: OperatorPlan
@@ -387,14 +387,14 @@ def find_plan(
     states: States,
     device: torch.device,
 ) -> FoundPlan:
-    """The plan that is wanted.
+    """The requested plan.
 
     Raises:
         InputError: if a given one does not fit the graph, or none fits the memory.
     """
     if request.plan is not None:
         user_plan = _read_plan(request.plan)
-        if user_plan.degree in (None, degree):  # what it is for is said where it is used
+        if user_plan.degree in (None, degree):  # other degrees are reported where the plan is used
             check_plan(user_plan, graph, degree)
         return FoundPlan(plan=user_plan, note="the plan given")
     if request.policy != "solve":
@@ -425,7 +425,7 @@ def find_plan(
 
 
 def allowed_by(constraints: Sequence[Constraint]) -> Allow:
-    """Leaves of an operator's rules those that constraints allow."""
+    """A filter that keeps the rules of an operator that the constraints allow."""
 
     def allow(op: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         return allowed(rules, op.call.name, (op.path, op.classes), constraints)

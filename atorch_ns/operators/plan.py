@@ -28,12 +28,12 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorPlan:
-    """How the operators of a model are divided over the ranks of one axis.
+    """Division of a model's operators over the ranks of one axis.
 
     Attributes:
-        operators: rule by operator key. One from a file has no kernel, but the equal legal rule has.
-        parameters: placement by parameter key, ``Replicate`` or ``Shard``.
-        degree: number of ranks that it was made for; ``None`` for any.
+        operators: rules by operator key. A rule from a file has no kernel; the equal legal rule has it.
+        parameters: placements by parameter key, ``Replicate`` or ``Shard``.
+        degree: number of ranks that the plan was made for; ``None`` for any.
     """
 
     operators: Mapping[str, Rule] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class OperatorPlan:
         """The plan in the file at ``path``.
 
         Raises:
-            InputError: if the file cannot be read or holds no plan; it names every problem.
+            InputError: if the file cannot be read or holds no plan. The message names every problem.
         """
         try:
             content = Path(path).read_text("utf-8")
@@ -89,13 +89,13 @@ class OperatorPlan:
 
     @classmethod
     def from_text(cls, text: str, *, source: str = "text") -> OperatorPlan:
-        """The plan that :attr:`text` gave.
+        """Reads a plan from a text that :attr:`text` returned.
 
         Args:
             source: name of the file, for messages.
 
         Raises:
-            InputError: for another text; it names every problem.
+            InputError: for any other text. The message names every problem.
         """
         problems: list[str] = []  # json takes the last of equal keys; _read_pairs names them
         try:
@@ -108,14 +108,14 @@ class OperatorPlan:
     def from_json(
         cls, document: object, *, source: str = "given", problems: Iterable[str] = ()
     ) -> OperatorPlan:
-        """The plan that :meth:`as_json` gave.
+        """Reads a plan from a document that :meth:`as_json` returned.
 
         Args:
             source: name of the file, for messages.
-            problems: problems of the document that were found before.
+            problems: problems already found in the document.
 
         Raises:
-            InputError: for another document; it names every problem.
+            InputError: for any other document. The message names every problem.
         """
         errors = list(problems)
         if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
@@ -132,7 +132,7 @@ class OperatorPlan:
         return plan
 
     def diff(self, other: OperatorPlan) -> str:
-        """The entries that differ, this plan's after ``-`` and the other's after ``+``; empty if none do."""
+        """The entries that differ: this plan's after ``-``, the other's after ``+``. Empty if none differ."""
         mine, theirs = (
             {line.strip().rstrip(","): None for line in plan.text.splitlines()} for plan in (self, other)
         )
@@ -143,7 +143,7 @@ class OperatorPlan:
         return "\n".join(f"{sign} {line}" for line, sign in rows)
 
     def misfit(self, keys: Collection[str], legal: Mapping[str, Collection[Rule]]) -> str:
-        """The reasons why the plan cannot be used for a model, one on a line; empty if it can.
+        """The reasons why the plan does not fit a model, one per line; empty if it fits.
 
         Args:
             keys: keys of the model's operators and parameters.
@@ -158,13 +158,13 @@ class OperatorPlan:
                 choices = [str(option) for option in legal.get(key, ()) if option.divides]
                 instead = f"Legal are {'; '.join(choices)}." if choices else "It can only be whole."
                 lines.append(f"{key}: {rule} is not a legal rule of this call. {instead}")
-        # Missing keys are no misfit: they are whole. They show what the unknown keys may have become.
+        # Missing keys are allowed, since their operators stay whole. They help to correct unknown keys.
         if unknown and missing:
             lines.append(f"Not in the plan, so whole: {first_few(missing, 20)}.")
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """A table of what is divided: operators of one name and rule in a row, then the parameters."""
+        """A table of all divisions: one row per operator name and rule, then the parameters."""
         rules = {key: rule for key, rule in self.operators.items() if rule.divides}
         shards = {key: value for key, value in self.parameters.items() if placement_text(value) != "R"}
         rows = [

@@ -26,7 +26,7 @@ from atorch_ns.operators.solver.solve import solve
 from atorch_ns.pipeline.plan.operator_stages import StagePlan, plan_stages
 from atorch_ns.pipeline.plan.stage_costs import PipelineTask, Stage, StageCost
 
-_TIGHTER = (1.0, 0.75, 0.5, 0.35, 0.25)  # memory limits, as parts of what the fastest plan needs
+_TIGHTER = (1.0, 0.75, 0.5, 0.35, 0.25)  # memory limits, as shares of the fastest plan's memory
 
 _SECONDS = 5.0  # limit of each search
 
@@ -44,7 +44,7 @@ class _UnitCost:
     transient: list[float] = field(default_factory=list)
 
     def add_operator(self, node: OperatorNode, option: Option, *, is_recomputed: bool) -> None:
-        # One instance; of the costs of all. A backward pass that recomputes it has a forward pass in it.
+        # Costs are divided by the instances. With recomputation the backward pass repeats the forward pass.
         self.forward += option.forward_seconds / node.count
         self.backward += (option.seconds - (0.0 if is_recomputed else option.forward_seconds)) / node.count
         self.resident += option.resident / node.count
@@ -74,10 +74,10 @@ class StagedPlan:
     """A pipeline of divided stages.
 
     Attributes:
-        stages: of units, in their order, with predicted costs.
-        starts: paths of the units that stages begin with, the first stage's left out.
-        degree: ranks of each stage.
-        recomputed: for each stage whether its blocks are recomputed.
+        stages: the stages in the order of the model, as ranges of units, with predicted costs.
+        starts: path of the first unit of each stage except the first stage.
+        degree: number of ranks per stage.
+        recomputed: whether the blocks of each stage are recomputed.
         operators: the placements of operators; ``None`` for stages of one rank.
     """
 
@@ -104,9 +104,9 @@ def staged_plan(
     Args:
         shallow: the model's graph, captured with ``units``.
         units: paths of the units, in the order of their calls.
-        task: what is planned for, by the number of segments.
-        prices: by degree.
-        pivots: paths of modules that stages may begin with; any unit, if empty.
+        task: makes the planning task for a number of segments.
+        prices: operator prices, by degree.
+        pivots: paths of modules that may begin a stage; empty for any unit.
 
     Raises:
         InputError: if a pivot is not a unit, or no pipeline fits.
@@ -243,7 +243,7 @@ def _unit_costs(shallow: Shallow, assembly: Assembled, plan: OperatorPlan) -> di
 
 
 def _find_homes(graph: OperatorGraph, nodes: Sequence[OperatorNode]) -> list[str]:
-    # The kind of each node's unit, empty between units; a node without operators has its unit's path in its name.
+    # The kind of each node's unit, empty between units. The name of other nodes has the path of the unit.
     kinds = {segment.kind for segment in graph.segments if segment.kind}
     homes = []
     for node in nodes:
@@ -255,7 +255,7 @@ def _find_homes(graph: OperatorGraph, nodes: Sequence[OperatorNode]) -> list[str
 
 
 def _stage_cost(plan: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
-    # The last stage computes what lies between units, such as the loss.
+    # The last stage computes the code between units, such as the loss.
     costs = [plan.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in plan.units]
     saved_bytes = sum(cost.saved for cost in costs) * in_flight  # micro-batches before their backward pass
     gradients = sum(cost.gradients for cost in costs)

@@ -14,26 +14,26 @@ TraceStrategy = Literal["cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_ca
 
 
 class ReuseType(Enum):
-    """What becomes of a plan that an earlier call has left.
+    """Use of a plan left by an earlier call.
 
-    It fits if the config, the policy, and the model's structure and source are as they were.
+    The plan fits if the config, the policy, and the model's structure and source are unchanged.
     """
 
     MATCH = "match"
-    """Reused if it fits, an error if not, made if there is none."""
+    """Reused if it fits, an error otherwise, and created if there is none."""
     OVERRIDE = "override"
     """Made anew."""
     MOO = "moo"
-    """Reused if it fits, else made anew."""
+    """Reused if it fits, otherwise created anew."""
     GRAPH = "graph"
-    """Made anew: a graph is captured in seconds and not kept."""
+    """Created anew, since a graph is captured in seconds and not kept."""
 
 
 class BroadcastGenFilesStrategy(Enum):
-    """What goes to the other ranks when a plan is made.
+    """Data sent to the other ranks when a plan is created.
 
-    The plan always does, since ranks must agree on it. Initial weights are always the first rank's. So
-    :attr:`NONE` needs no shared folder; the others only need a process group, as in nnScaler.
+    The plan is always sent, since ranks must agree on it. Initial weights are always the first rank's.
+    :attr:`NONE` therefore needs no shared folder. The others need only a process group, as in nnScaler.
     """
 
     NONE = "none"
@@ -44,19 +44,19 @@ class BroadcastGenFilesStrategy(Enum):
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The devices that a module is planned for, and how.
+    """The devices that a module is planned for, and the settings of the plan.
 
     Attributes:
-        plan_ngpus: ranks of a unit: rank ``r`` holds part ``r % plan_ngpus`` of unit ``r // plan_ngpus``.
-        runtime_ngpus: ranks in all, a multiple of :attr:`plan_ngpus`.
-        constant_folding: accepted; a capture fixes all sizes but the number of samples anyway.
-        trace_strategy: capture is on tensors without values, so all strategies are the same.
-        use_zero: optimizer states are sharded over the units, and gradients too.
-        zero_ngroups: groups of units, each of which holds all optimizer states once.
-        inference_only: parameters take no gradients.
-        use_end2end: ``forward(sample)`` returns the loss first; ``train_step`` and ``infer_step`` call it.
-        pas_config: settings of the policy; keys that begin with ``_`` are the user's own.
-        user_config: anything that, when it changes, changes the graph.
+        plan_ngpus: ranks of a unit. Rank ``r`` holds part ``r % plan_ngpus`` of unit ``r // plan_ngpus``.
+        runtime_ngpus: total number of ranks, a multiple of :attr:`plan_ngpus`.
+        constant_folding: accepted. A capture fixes all sizes except the number of samples anyway.
+        trace_strategy: accepted. All strategies are the same, since capture uses tensors without values.
+        use_zero: whether optimizer states and gradients are sharded over the units.
+        zero_ngroups: groups of units. Each group holds all optimizer states once.
+        inference_only: whether parameters take no gradients.
+        use_end2end: ``forward(sample)`` returns the loss first. ``train_step`` and ``infer_step`` call it.
+        pas_config: settings of the policy. Keys that begin with ``_`` are the user's own.
+        user_config: any values whose change changes the graph.
 
     Raises:
         InputError: naming every field that is wrong.
@@ -125,7 +125,7 @@ class ComputeConfig:
 
     @property
     def num_units(self) -> int:
-        """Scale units: copies of the module that see different data."""
+        """Number of scale units, which are replicas of the module that see different data."""
         return self.runtime_ngpus // self.plan_ngpus
 
     def as_json(self) -> dict[str, Any]:

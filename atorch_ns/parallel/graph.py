@@ -22,7 +22,7 @@ class PolicyNode:
     """One operator.
 
     Attributes:
-        name, signature: its short name, as ``linear``, and its full one, as ``aten.linear.default``.
+        name, signature: its short name (``linear``), and its full name (``aten.linear.default``).
         fqn: the path of the module that calls it.
         classes: the classes of the modules that hold the call, joined by dots.
         source: file, line and text of the code that calls it.
@@ -34,7 +34,7 @@ class PolicyNode:
         self.fqn, self.classes, self.source = operator.path, operator.classes, operator.source
 
     def inputs(self) -> list[tuple[int, ...]]:
-        """The shapes of the tensors that it takes; ``idx`` of :meth:`PolicyGraph.partition` counts them."""
+        """The shapes of its input tensors, indexed by ``idx`` of :meth:`PolicyGraph.partition`."""
         return [spec.shape for spec in self.operator.call.tensors]
 
     def outputs(self) -> list[tuple[int, ...]]:
@@ -42,7 +42,7 @@ class PolicyNode:
         return [spec.shape for spec in self.operator.call.outputs]
 
     def algorithm(self, name: str = "dim") -> Algorithm:
-        """The ways to divide it; there is one kind, along dimensions.
+        """The ways to divide it. There is one kind, along dimensions.
 
         Raises:
             InputError: for another name.
@@ -62,13 +62,13 @@ class Algorithm:
     node: PolicyNode
 
     def satisfy(self, *, idx: int, dim: int, num: int) -> bool:
-        """Whether the node may be divided along dimension ``dim`` of its input ``idx`` over ``num`` ranks."""
+        """Returns whether dimension ``dim`` of the node's input ``idx`` may be divided over ``num`` ranks."""
         return bool(self.node._graph.rules_for(self.node, idx, dim, num))
 
 
 @dataclass(frozen=True)
 class SubNode:
-    """The part of a node that one rank runs, by its number."""
+    """The part of a node that one rank runs, with its index."""
 
     node: PolicyNode
     number: int
@@ -78,7 +78,7 @@ class SubNode:
 class PolicyGraph:
     """The operators of a module, in the order of their calls.
 
-    What no verb names is whole on all ranks. Layers of one kind are divided alike.
+    Operators without a verb are whole on all ranks. Layers of one kind are divided alike.
     """
 
     def __init__(self, graph: OperatorGraph, config: ComputeConfig) -> None:
@@ -92,16 +92,16 @@ class PolicyGraph:
         self._legal: dict[int, Any] = {}  # rules by number of parts
 
     def nodes(self, flatten: bool = True) -> list[PolicyNode]:
-        """All operators; they are never nested."""
+        """All operators. They are never nested."""
         return list(self._nodes)
 
     def select(
         self, name: str | None = None, ntype: type | None = None, flatten: bool = True
     ) -> list[PolicyNode]:
-        """The operators of a name, short or full; all if none is given.
+        """The operators with a short or full name, or all without one.
 
         Raises:
-            InputError: for a type of nodes, of which there is one.
+            InputError: for a node type, since there is only one.
         """
         if ntype is not None and not issubclass(PolicyNode, ntype):
             raise InputError(
@@ -124,7 +124,7 @@ class PolicyGraph:
         """Divides an operator along dimension ``dim`` of its input ``idx`` over ``num`` ranks.
 
         Raises:
-            InputError: if it may not be divided so; it names the ways that there are.
+            InputError: if this division is not allowed. The message names the allowed ones.
         """
         matches = self.rules_for(node, idx, dim, num)
         if not matches:
@@ -151,7 +151,7 @@ class PolicyGraph:
         return [rule for rule in self._cached_rules(num)[node.operator.key] if rule.inputs[idx] == sharding]
 
     def assign(self, node: SubNode | PolicyNode, device: int) -> None:
-        """Places a part of an operator on a rank of the unit: part ``i`` on the ``i``-th of its stage."""
+        """Places a part of an operator on a rank of the unit: part ``i`` on rank ``i`` of its stage."""
         part = node if isinstance(node, SubNode) else SubNode(node, 0, 1)
         if part.of == 1 and self._config.plan_ngpus > 1 and not self._starts:
             raise InputError(
@@ -161,7 +161,7 @@ class PolicyGraph:
         self._devices[self._nodes.index(part.node), part.number] = device
 
     def staging(self, nodes: Sequence[PolicyNode]) -> None:
-        """Cuts the graph between blocks: stages begin with the blocks of the operators, and the first one."""
+        """Cuts the graph between blocks. Stages begin with the first block and the blocks of ``nodes``."""
         first, *others = sorted(nodes, key=self._nodes.index)  # the first operator begins a stage anyway
         self._starts = list(others) if self._nodes.index(first) == 0 else [first, *others]
 
@@ -174,21 +174,21 @@ class PolicyGraph:
         return True
 
     def multiref(self, *_: Any, **__: Any) -> None:
-        """Nothing: gradients of a tensor with several readers are added by autograd."""
+        """Does nothing, since autograd adds the gradients of a tensor with several readers."""
 
     def fuse(self, nodes: Sequence[PolicyNode]) -> Sequence[PolicyNode]:
-        """Nothing: operators stay single."""
+        """Does nothing, since operators stay separate."""
         return nodes
 
     def group(self, nodes: Sequence[PolicyNode]) -> Sequence[PolicyNode]:
-        """Nothing: blocks are the groups."""
+        """Does nothing, since blocks are the groups."""
         return nodes
 
     def division(self) -> Division:
-        """What the verbs have asked for.
+        """The division requested by the verbs.
 
         Raises:
-            InputError: if parts are assigned otherwise than to the ranks of their stage.
+            InputError: if parts are assigned to other ranks than those of their stage.
         """
         num_stages = len(self._starts) + 1
         if num_stages > 1 and not self._config.use_end2end:

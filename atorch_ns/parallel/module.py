@@ -16,25 +16,25 @@ from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localised
 from atorch_ns.torch_compat import plain_name
 
 INNER = "_parallelized"
-"""The attribute that holds the module that runs; state dicts and :func:`plain_name` leave it out."""
+"""The attribute that holds the inner module. State dicts and :func:`plain_name` leave it out."""
 
 STEP = "a step of a parallel module"
-"""What failures of a loop's forward passes and synchronisations are shared under."""
+"""Label under which failures of a loop's forward passes and synchronisations are shared."""
 
 
 class ParallelModule(nn.Module):
     """A module that :func:`~atorch_ns.parallelize` has divided over the ranks of a scale unit.
 
-    It is called as the plain module, or if end to end, by :meth:`train_step` and :meth:`infer_step`. It holds
-    this rank's parts by plain names; ``load_state_dict`` takes the state dict of this rank or of the whole.
+    Call it like the plain module, or with :meth:`train_step` and :meth:`infer_step` if end to end. It holds
+    this rank's parts by plain names. ``load_state_dict`` takes the state dict of this rank or of the whole.
 
     Args:
-        init_params: whether to begin with the plain module's values, or NaN until a load or broadcast.
+        init_params: whether to begin with the plain module's values, or with NaN until a load or broadcast.
 
     Attributes:
-        compute_config: what it was made for.
-        result: what the strategy has made of it, with the report: ``print(module.result.report)``.
-        num_calls: how often it was called.
+        compute_config: the config that it was created for.
+        result: the result of the strategy, with the report: ``print(module.result.report)``.
+        num_calls: number of calls.
     """
 
     compute_config: ClassVar[ComputeConfig]
@@ -93,20 +93,20 @@ class ParallelModule(nn.Module):
         is_dummy_batch: Sequence[bool] | None = None,
         scale_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> list[Any]:
-        """Forward and backward passes of micro-batches; gradients are cleared first. Collective.
+        """Runs forward and backward passes of micro-batches, after clearing gradients. Collective.
 
-        Gradients are of the sum of all losses, over the units too once the optimizer has synchronised them.
+        Gradients are those of the sum of all losses, also over the units once the optimizer has synchronised.
 
         Args:
-            samples: micro-batches, each what ``forward`` takes.
-            is_dummy_batch: micro-batches that add nothing; their outputs are zeros.
-            scale_fn: changes a loss, 0-d, before its backward pass.
+            samples: micro-batches, each an argument of ``forward``.
+            is_dummy_batch: flags of micro-batches that add nothing. Their outputs are zeros.
+            scale_fn: transforms a loss, 0-d, before its backward pass.
 
         Returns:
             The outputs of the samples, detached.
 
         Raises:
-            StepError: if the module is not end to end, or is for inference alone, or has no optimizer.
+            StepError: if the module is not end to end, is only for inference, or has no optimizer.
         """
         self._require_end2end("train_step")
         if self.compute_config.inference_only:
@@ -122,7 +122,7 @@ class ParallelModule(nn.Module):
         return [nothing if dummy else next(outputs) for dummy in dummies]
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
-        """The outputs of samples, without gradients and in evaluation mode; collective."""
+        """The outputs of samples, without gradients and in evaluation mode. Collective."""
         self._require_end2end("infer_step")
         return list(self.result.train_step.infer(samples).outputs or ())
 
@@ -150,11 +150,11 @@ class ParallelModule(nn.Module):
         )
 
     def parameters_for_optimizer(self) -> list[nn.Parameter]:
-        """What an optimizer updates on this rank; :func:`~atorch_ns.build_optimizer` takes them itself."""
+        """Parameters to update on this rank. :func:`~atorch_ns.build_optimizer` takes them itself."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def gather_params(self) -> None:
-        """Nothing: with ``use_zero`` parameters are gathered by the next forward pass."""
+        """Does nothing, since with ``use_zero`` the next forward pass gathers parameters."""
 
     def _require_end2end(self, what: str) -> None:
         if not self.compute_config.use_end2end:
@@ -169,13 +169,13 @@ def parallel_modules(module: nn.Module) -> dict[str, ParallelModule]:
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module with parallel ones in it, by the plain module's first names."""
+    """The parameters of a module that contains parallel ones, by the plain module's first names."""
     for name, parameter in module.named_parameters():
         yield plain_name(name), parameter
 
 
 def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-    # State dicts name plain tensors as the plain module does; PIECES says which part of a whole each is.
+    # State dicts name plain tensors as the plain module does. PIECES gives the place of each in the whole.
     assert isinstance(module, ParallelModule)
     start = f"{prefix}{INNER}."
     entries = {name: state.pop(name) for name in list(state) if name.startswith(start)}
@@ -195,7 +195,7 @@ def _take_pieces(
     metadata: Mapping[str, Any] | None = state.pop(prefix + PIECES, None)
     inner_state = inner.state_dict(keep_vars=True)
     whole = module.result.job.parts.full_structure
-    if metadata is None and whole is not None:  # what other stages of the pipeline hold
+    if metadata is None and whole is not None:  # parameters of other pipeline stages
         names = {plain_name(name) for name in inner_state}
         for name in whole.state_dict(keep_vars=True):
             if name not in names:

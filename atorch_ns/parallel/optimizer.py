@@ -30,7 +30,7 @@ def build_optimizer(
     compute_config: ComputeConfig | None = None,
     **kwargs: Any,
 ) -> OptimizerT:
-    """An optimizer of this rank's parameters; collective.
+    """Creates an optimizer for this rank's parameters. Collective.
 
     It is also a :class:`ParallelOptimizer`. Parameters outside of parallel modules
     take the first rank's values, and their gradients are summed over the scale units.
@@ -69,9 +69,9 @@ def build_optimizer(
 
 
 class ParallelOptimizer(Optimizer):
-    """What :func:`build_optimizer` adds to an optimizer.
+    """Methods and behaviour that :func:`build_optimizer` adds to an optimizer.
 
-    Gradients are each rank's own until :meth:`sync_shard_grad`, which ``step()`` calls, after its closure.
+    Gradients are local to each rank until :meth:`sync_shard_grad`, which ``step()`` calls after its closure.
     """
 
     _module: nn.Module
@@ -94,7 +94,7 @@ class ParallelOptimizer(Optimizer):
             root.register_forward_pre_hook(self._begin_forward)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Updates, after :meth:`sync_shard_grad`; of a closure's gradients too. Collective."""
+        """Updates the weights after :meth:`sync_shard_grad`, also of a closure's gradients. Collective."""
         self.sync_shard_grad()
         if closure is None:
             return super().step(**kwargs)
@@ -114,13 +114,13 @@ class ParallelOptimizer(Optimizer):
 
     @property
     def _mean_parts(self) -> list[ParallelModule]:
-        # Without a reducer fully_shard reduces gradients, to means over the units; they are to be sums.
+        # Without a reducer fully_shard reduces gradients to means over the units, but sums are needed.
         if self._config.use_end2end:
             return []
         return [part for part in self._parts if part.result.job.gradients.reducer is None]
 
     def sync_shard_grad(self) -> None:
-        """Sums gradients over the scale units; nothing if that is done. Collective."""
+        """Sums gradients over the scale units, unless already done. Collective."""
         if self._is_synchronised:
             return
         turn = max(part.num_calls for part in self._parts)
@@ -144,7 +144,7 @@ class ParallelOptimizer(Optimizer):
         self._scale_gradients(self._list_parameters(), scale)
 
     def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
-        """Clips the gradients by their norm over all ranks, after synchronising them; collective.
+        """Synchronises the gradients and clips them by their norm over all ranks. Collective.
 
         Returns:
             The norm before clipping, 0-d, the same on every rank. Without ``max_norm`` nothing is clipped.
@@ -167,7 +167,7 @@ class ParallelOptimizer(Optimizer):
             reducer.before(fn)
 
     def register_reducer_post_hook(self, fn: BucketHook) -> None:
-        """Calls ``fn(reducer, gradients)`` with each bucket, 1-d, once it is summed; else as the other."""
+        """Calls ``fn(reducer, gradients)`` with each bucket, 1-d, after its sum, like the pre-hook."""
         for reducer in self._find_reducers():
             reducer.after(fn)
 
@@ -177,7 +177,7 @@ class ParallelOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, in plain tensors, with names and places."""
+        """This rank's part in plain tensors, with names and places."""
         state = super().state_dict()
         names = self._parameter_names()
         flat = [name for group in names for name in group]
@@ -190,7 +190,7 @@ class ParallelOptimizer(Optimizer):
         return {**state, "state": states, PIECES: {**pieces.as_state(), "names": names}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's part, or a whole one by names."""
+        """Loads this rank's part, or a whole state dict by names."""
         if not {"state", "param_groups"} <= set(state_dict):
             raise InputError("this is not a state dict of an optimizer: it needs 'state' and 'param_groups'.")
         metadata = state_dict.get(PIECES)
@@ -262,7 +262,7 @@ class ParallelOptimizer(Optimizer):
 
 
 def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
-    # What has the parameter's shape, as a momentum, is divided as it is; a step count is the same everywhere.
+    # Values with the parameter's shape, such as a momentum, are divided alike. A step count is the same.
     if not isinstance(value, torch.Tensor):
         return value
     value = value.clone()  # torch would go on with the tensors of the state dict themselves
@@ -310,7 +310,7 @@ def _common_config(
 
 
 def _sum_when_told(part: ParallelModule) -> None:
-    # The user's loop may accumulate: gradients are summed over the units at step(), not by backward passes.
+    # The user's loop may accumulate, so step() sums gradients over the units, not backward passes.
     job = part.result.job
     if job.gradients.reducer is not None:
         job.gradients.reducer.wait_until_told(sums=True)
@@ -319,7 +319,7 @@ def _sum_when_told(part: ParallelModule) -> None:
 def reducer_of_the_rest(
     module: nn.Module, parts: Mapping[str, ParallelModule], config: ComputeConfig
 ) -> GradientReducer | None:
-    """A reducer of other parameters' gradients, ``None`` for none; these get rank 0's values. Collective."""
+    """A reducer of other parameters' gradients, or ``None``. They get rank 0's values. Collective."""
     inside = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
     if config.runtime_ngpus == 1 or not dist.is_initialized():

@@ -49,29 +49,29 @@ def parallelize(
     init_module_params: bool = True,
     broadcast_strategy: BroadcastGenFilesStrategy | str = "none",
 ) -> ParallelModule | type[ParallelModule] | None:
-    """Divides a module over the ranks of scale units; collective where ``load_module`` is true.
+    """Divides a module over the ranks of scale units. Collective if ``load_module`` is true.
 
     The first rank plans for all, and writes a file that later calls reuse. The module is changed in place.
 
     Args:
-        module_or_module_class: a module to make a parallel module of, or a class to make a class of.
-        dummy_forward_args: arguments of ``forward`` by name, on one rank; values of tensors are not read.
+        module_or_module_class: a module or a class to parallelize.
+        dummy_forward_args: arguments of ``forward`` by name, on one rank. Tensor values are not read.
         pas_policy: ``dp``, ``tp``, ``pp``, ``data``, ``hybrid``, ``autodist``, or
             ``(graph, compute_config) -> graph``, or a strategy file of any front end.
         compute_config: the ranks, and settings of the policy.
-        gen_savedir, reuse: the folder of plans, and the use of a plan that is there.
-        instance_name: tells plans of one class apart.
-        load_module: whether to make the module; else only the plan is made, which needs no other rank.
+        gen_savedir, reuse: the folder of plans, and the use of an existing plan.
+        instance_name: distinguishes plans of one class.
+        load_module: whether to create the module. Otherwise only the plan is created, without other ranks.
         module_dtype: the dtype that the module is cast to.
-        module_fn: makes the module of a class; by default the class itself, without arguments.
-        init_module_params: whether parameters keep the module's values; see :class:`ParallelModule`.
+        module_fn: creates a module of the class. By default the class itself, without arguments.
+        init_module_params: whether parameters keep the module's values. See :class:`ParallelModule`.
         broadcast_strategy: see :class:`BroadcastGenFilesStrategy`.
 
     Returns:
-        A module for a module, a class for a class, nothing without ``load_module``; itself if parallel.
+        A module for a module, a class for a class, ``None`` without ``load_module``. A parallel one itself.
 
     Raises:
-        InputError: on all ranks, if arguments do not go together, or the module cannot be divided so.
+        InputError: on all ranks, if arguments contradict each other, or the module cannot be divided so.
     """
     target = module_or_module_class
     if isinstance(target, ParallelModule) or (
@@ -101,7 +101,7 @@ def parallelize(
         return source, folder, _enum_member(ReuseType, reuse, "reuse")
 
     source, folder, reusing = cluster.agree(check_arguments, what="checking the arguments of parallelize")
-    # The first rank plans alone. A refusal comes back as a value, so that all ranks raise the same error.
+    # Only the first rank plans. A refusal is returned as a value, so that all ranks raise the same error.
     plan = cluster.on_first(
         lambda: or_refusal(lambda: _obtain_plan(source, folder, reusing, cluster)), what="planning a module"
     )
@@ -120,7 +120,7 @@ class _Source:
     config: ComputeConfig
     dummies: Mapping[str, Any]
     policy: str | Callable[..., Any]
-    sample: Any  # what the module is called with
+    sample: Any  # input of the module's call
     input_format: str | None  # unpack_dict by names, None with the sample as a whole
 
     @classmethod
@@ -319,7 +319,7 @@ def _divide_module(
 
 
 def own_loss(name: str, _: Any, output: Any) -> Any:
-    """The loss of an end-to-end module: what is called so in its results, or the first of them."""
+    """The loss of an end-to-end module: the result named ``name``, or the first result."""
     entry = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if entry is None else entry
     first = loss[0] if isinstance(loss, (list, tuple)) and loss else loss

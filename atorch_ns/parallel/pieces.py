@@ -19,11 +19,11 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import laid_out, local_box, plain_name
 
 PIECES: Final = "_parallel_pieces"
-"""The entry of a state dict that says what its tensors are pieces of."""
+"""The state dict entry with the places of its tensors in their wholes."""
 
 
 class PieceLocation(NamedTuple):
-    """Where a piece lies in its whole: the whole's shape, and the piece's offset in each dimension."""
+    """Location of a piece in its whole: the whole's shape, and the piece's offset in each dimension."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -31,13 +31,13 @@ class PieceLocation(NamedTuple):
 
 @dataclass
 class Pieces:
-    """What a rank's state dict says about itself.
+    """Description of itself in a rank's state dict.
 
     Attributes:
         rank, config: the rank, and the config of its modules.
         order: all parameters of the whole module, first names, in its order.
         names: the names of its state dict, in order.
-        places: by name, where tensors that are no wholes lie.
+        places: by name, the locations of tensors that are not whole.
     """
 
     rank: int
@@ -48,11 +48,11 @@ class Pieces:
 
     @classmethod
     def of(cls, config: ComputeConfig, job: Job, names: Sequence[str] = ()) -> Pieces:
-        """Of a parallel module; places come as tensors are written."""
+        """Describes a parallel module. Places are added as tensors are written."""
         return cls(job.cluster.rank, config.as_json(), list(job.original.parameter_order), names)
 
     def as_state(self) -> dict[str, Any]:
-        """As plain objects, which any reader of files can load."""
+        """Plain objects, which any file reader can load."""
         places = {name: [list(region.shape), list(region.offset)] for name, region in self.places.items()}
         return {
             "rank": self.rank,
@@ -64,7 +64,7 @@ class Pieces:
 
 
 def localised(name: str, value: Any, pieces: Pieces) -> Any:
-    """This rank's part of a tensor, noted; anything else as it is."""
+    """This rank's part of a tensor, with its place recorded. Other values unchanged."""
     if not isinstance(value, DTensor):
         return value
     offset, _ = local_box(value)  # of this rank's part
@@ -73,12 +73,12 @@ def localised(name: str, value: Any, pieces: Pieces) -> Any:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, placed as ``like`` is."""
+    """This rank's part of a whole tensor, with the placement of ``like``."""
     return divided_like(whole.to(like.device), like) if isinstance(like, DTensor) else whole
 
 
 def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A plain part as what ``like`` is."""
+    """A plain part in the form of ``like``."""
     return laid_out(local.to(like.device).contiguous(), like) if isinstance(like, DTensor) else local
 
 
@@ -90,15 +90,15 @@ def load_pieces(
     *,
     metadata: Mapping[str, Any] | None,
 ) -> None:
-    """Replaces the entries of a state dict by those of the module inside.
+    """Replaces the entries of a state dict by those of the inner module.
 
     Args:
-        module_state: the state dict of the module inside, its tensors as they are held.
+        module_state: the state dict of the inner module, with tensors as held.
         state: names with ``prefix`` are the plain module's; afterwards they begin with ``start``.
-        metadata: what a rank's state dict says of itself; ``None`` for a whole one.
+        metadata: description in a rank's state dict; ``None`` for a whole one.
 
     Raises:
-        CheckpointError: if the pieces are not those that this rank holds.
+        CheckpointError: if this rank holds different pieces.
     """
     odd = []
     for name, value in module_state.items():
@@ -128,7 +128,7 @@ def load_pieces(
 
 
 def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, PieceLocation | None]]) -> torch.Tensor:
-    """The whole of which ranks hold parts: ``(rank, part, place)``, without a place for a whole.
+    """Assembles a whole from parts on ranks: ``(rank, part, place)``, without a place for a whole.
 
     Raises:
         ValueError: if two ranks hold different values of the same elements, or some elements are on none.
@@ -163,7 +163,7 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, PieceLocation |
 
 
 def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
-    """Gives each tensor the value that it has on the rank ``rank % stride``; collective over all ranks."""
+    """Gives each tensor its value on the rank ``rank % stride``. Collective over all ranks."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if stride >= size or not tensors:
         return

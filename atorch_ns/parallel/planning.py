@@ -62,12 +62,12 @@ def planned(
     config: ComputeConfig,
     cluster: Cluster,
 ) -> Planned:
-    """A plan; nothing is communicated.
+    """Creates a plan without communication.
 
-    With ``hybrid``, operators of stages are divided when the module is made and its cuts are known.
+    With ``hybrid``, operators of stages are divided when the module is created and its cuts are known.
 
     Raises:
-        InputError: if the policy cannot do what the config asks for, or no plan fits.
+        InputError: if the policy cannot satisfy the config, or no plan fits.
     """
     has_stages = False
     if is_strategy_file(policy):
@@ -265,7 +265,7 @@ def _by_function(
 
 
 def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
-    """The methods with what they have decided, and tested, when they were applied."""
+    """The methods with the decisions that they made and tested when they were applied."""
     decisions = result.job.resolved_settings
     return [
         (

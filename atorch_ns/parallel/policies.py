@@ -34,15 +34,15 @@ _REFUSED: Final = {row["setting"]: row["refused"] for row in _ROWS if row["refus
 
 @dataclass(frozen=True)
 class Division:
-    """How one scale unit is divided, by a policy.
+    """Division of one scale unit by a policy.
 
     Attributes:
-        num_stages: stages of the pipeline; 1 for none.
+        num_stages: stages of the pipeline, 1 for none.
         stages_per_rank: stages on each rank of the pipeline.
-        operators: the config of ``operator_parallel``; ``None`` where nothing is divided.
+        operators: the config of ``operator_parallel``; ``None`` if nothing is divided.
         pipeline: the config of ``pipeline_parallel``.
         recompute: the config of ``checkpoint``.
-        notes: what a setting means here, where that is not plain.
+        notes: explanations of settings whose meaning here is not obvious.
     """
 
     num_stages: int = 1
@@ -54,12 +54,12 @@ class Division:
 
     @property
     def pipeline_ranks(self) -> int:
-        """Ranks along the pipeline."""
+        """Number of ranks along the pipeline."""
         return self.num_stages // self.stages_per_rank
 
 
 def check_settings(policy: str, settings: Mapping[str, Any]) -> None:
-    """Checks a policy's ``pas_config``.
+    """Checks the ``pas_config`` of a policy.
 
     Raises:
         InputError: naming every key and value that is wrong.
@@ -87,10 +87,10 @@ def check_settings(policy: str, settings: Mapping[str, Any]) -> None:
 
 
 def division_by(policy: str, config: ComputeConfig) -> Division:
-    """What a named policy does with a scale unit.
+    """The division of a scale unit by a named policy.
 
     Raises:
-        InputError: if there is no such policy, or it cannot do what the config asks for.
+        InputError: if there is no such policy, or it cannot satisfy the config.
     """
     if policy not in POLICIES:
         raise InputError(
@@ -200,12 +200,12 @@ _RULES: Final[Mapping[str, Callable[[ComputeConfig, Mapping[str, Any]], Division
 
 
 def is_strategy_file(policy: Any) -> bool:
-    """Whether a policy is the path of a strategy file."""
+    """Returns whether a policy is the path of a strategy file."""
     return isinstance(policy, str) and policy.endswith(_FILES)
 
 
 def pivots_of(settings: Mapping[str, Any]) -> list[str]:
-    """The modules that stages may begin with."""
+    """The modules at which stages may begin."""
     return [name.strip() for name in settings.get("pipeline_pivots", "").split(",") if name.strip()]
 
 
@@ -297,7 +297,7 @@ def _pipeline_config(
 
 
 def strategy_of(division: Division, config: ComputeConfig) -> list[Step]:
-    """The methods that a division, and the config beside it, stand for.
+    """The methods for a division and the config beside it.
 
     Raises:
         InputError: if the stages do not divide the ranks of a unit.

@@ -29,7 +29,7 @@ _FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Made:
-    """What a plan was made of, by name, in words: it fits as long as this is the same."""
+    """Inputs of a plan by name, as text. A plan fits as long as they are the same."""
 
     facts: Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class Made:
         policy: str | Callable[..., Any],
         config: ComputeConfig,
     ) -> Made:
-        """Of the arguments of ``parallelize``."""
+        """Records the arguments of ``parallelize``."""
         policy_text = (
             policy
             if isinstance(policy, str)
@@ -62,7 +62,7 @@ class Made:
         )
 
     def differences(self, other: Made) -> list[str]:
-        """What is different, in words."""
+        """The differences from ``other``, as text."""
         diffs = []
         for name, value in self.facts.items():
             theirs = other.facts.get(name)
@@ -70,7 +70,7 @@ class Made:
                 continue
             if isinstance(value, dict) and isinstance(theirs, dict):
                 keys = [key for key in {**value, **theirs} if value.get(key) != theirs.get(key)]
-                # A changed part changes the digests of all parts that hold it: only the innermost are named.
+                # A changed part changes the digests of all enclosing parts, so only the innermost are named.
                 if name in _DIGESTS:
                     inmost = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
                     diffs.append(f"{name}: {first_few(inmost, 4)} changed")
@@ -93,7 +93,7 @@ class PlanFolder:
 
     @classmethod
     def of(cls, savedir: str | os.PathLike[str], kind: type, instance: str | None) -> PlanFolder:
-        """The folder of a class of modules; ``instance`` tells several of one class apart."""
+        """The folder of a module class. ``instance`` distinguishes several modules of one class."""
         name = instance if instance is not None else "_"
         if not isinstance(savedir, (str, os.PathLike)):
             raise InputError(f"gen_savedir must be a path; it is {with_article(savedir)}.")
@@ -106,10 +106,10 @@ class PlanFolder:
         )
 
     def reused(self, origin: Made, reuse: ReuseType) -> Planned | None:
-        """The saved plan; ``None`` if one must be made.
+        """The saved plan, or ``None`` if one must be created.
 
         Raises:
-            InputError: with :attr:`ReuseType.MATCH`, if there is one that does not fit.
+            InputError: with :attr:`ReuseType.MATCH`, if an existing plan does not fit.
         """
         file = self.path / _FILE
         if reuse in (ReuseType.OVERRIDE, ReuseType.GRAPH) or not file.exists():
@@ -134,13 +134,13 @@ class PlanFolder:
         return None
 
     def keep_resolved(self, strategy: list[Any]) -> None:
-        """Writes what the plan has become when it was applied, in the place of what was asked for."""
+        """Replaces the requested strategy by the one resolved when the plan was applied."""
         file = self.path / _FILE
         document = json.loads(file.read_text(encoding="utf-8"))
         self.write(Made(document["made"]), Planned(strategy, tuple(document["notes"])))
 
     def write(self, origin: Made, plan: Planned) -> None:
-        """Writes a plan; a crash leaves the one before."""
+        """Writes a plan. A crash leaves the previous one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -24,17 +24,17 @@ def merge_state_dicts(
     module_state_dicts: Sequence[Mapping[str, Any]],
     optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[StateDict, StateDict | None]:
-    """Whole state dicts of those of all ranks, for the plain module and an optimizer of its parameters.
+    """Merges state dicts of all ranks to whole ones, for the plain module and an optimizer of its parameters.
 
     No process group is needed. Names and order are the plain module's.
 
     Args:
         module_state_dicts: ``module.state_dict()`` of all ranks, at least of the first unit's, in any order.
-        optimizer_state_dicts: ``optimizer.state_dict()`` of the same ranks; of any optimizer.
+        optimizer_state_dicts: ``optimizer.state_dict()`` of the same ranks, for any optimizer.
 
     Raises:
         ValueError: if ranks hold different values of one parameter, or pieces are missing.
-        InputError: if the state dicts are not those of parallel modules, or one rank's is there twice.
+        InputError: if the state dicts are not those of parallel modules, or one rank's appears twice.
     """
     if isinstance(module_state_dicts, Mapping) or not module_state_dicts:
         raise InputError(
@@ -47,7 +47,7 @@ def merge_state_dicts(
     if len(set(numbers)) < len(numbers):
         raise InputError(f"the state dicts are from ranks {numbers}: give exactly one from each rank.")
     plan = next(iter(ranks[0].values()))["config"]["plan_ngpus"]
-    first_unit = min(numbers) // plan  # whose buffers are taken
+    first_unit = min(numbers) // plan  # the unit whose buffers are taken
     parts: dict[str, list[tuple[int, torch.Tensor, PieceLocation | None]]] = {}
     others: StateDict = {}
     for number, marks, state in zip(numbers, ranks, module_state_dicts, strict=True):
@@ -127,15 +127,15 @@ def load_merged_state_dict(
     *,
     device: str | torch.device | None = None,
 ) -> None:
-    """Loads whole state dicts, merged or the plain module's, of which each rank takes its parts.
+    """Loads whole state dicts, merged or the plain module's. Each rank takes its parts.
 
     Args:
         module: a parallel module, or a module with some in it.
         optimizer: of :func:`~atorch_ns.build_optimizer`.
-        device: where tensors are moved before they are taken apart; by default they stay where they are.
+        device: device for tensors before they are divided. By default they stay where they are.
 
     Raises:
-        InputError: if one of optimizer and its state dict is missing.
+        InputError: if only one of optimizer and its state dict is given.
     """
     if (optimizer is None) != (optimizer_state_dict is None):
         raise InputError("give optimizer and optimizer_state_dict together.")
@@ -152,10 +152,10 @@ load_merged_state_dicts = load_merged_state_dict
 def deduped_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[StateDict | None, StateDict | None]:
-    """This rank's state dicts without tensors that an earlier rank holds: together one copy of everything.
+    """This rank's state dicts without tensors held by an earlier rank. Together they are one full copy.
 
     Returns:
-        The module's and the optimizer's; ``None`` for none.
+        The module's and the optimizer's state dict, or ``None`` for none.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     keeps = rank < _rank_stride(module)  # later ranks hold the same
@@ -180,10 +180,10 @@ def load_deduped_state_dict(
     *,
     device: str | torch.device | None = None,
 ) -> None:
-    """Loads :func:`deduped_state_dict` under the same plan; ranks send what others left out. Collective.
+    """Loads :func:`deduped_state_dict` under the same plan. Ranks send omitted tensors. Collective.
 
     Raises:
-        InputError: on all ranks, if one's state dicts lack what that rank has to give.
+        InputError: on all ranks, if the state dicts of one lack tensors that it must send.
     """
     state = module.state_dict()
     entries = _to_device(module_state_dict or {}, device)
@@ -262,7 +262,7 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, state_dict: StateDict, s
 
 
 def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None:
-    """Gives weights and buffers rank ``rank % stride_size``'s values (default ``plan_ngpus``); collective."""
+    """Copies weights and buffers from rank ``rank % stride_size`` (default ``plan_ngpus``). Collective."""
     if not dist.is_initialized():
         return
     stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _find_parallel_modules(module))

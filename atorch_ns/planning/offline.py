@@ -313,7 +313,7 @@ def price_strategy(
     settings: SearchSettings | None = None,
     registry: Registry | None = None,
 ) -> PricedStrategy:
-    """One strategy, resolved on the cluster and priced, with what it communicates.
+    """Resolves one strategy on the cluster and prices it, with its collectives.
 
     Raises:
         StrategyError: if it cannot be used there.
@@ -369,7 +369,7 @@ def _build_setting(
     notes: tuple[str, ...],
 ) -> SearchSetting:
     facts = [profile.model_class, profile.num_parameters, cluster.world_size, cluster.device_name]
-    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])  # what tells plans apart
+    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])  # facts that distinguish plans
     return SearchSetting(
         model=profile.model_class.rsplit(".", 1)[-1],
         num_parameters=profile.num_parameters,

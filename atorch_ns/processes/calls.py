@@ -57,7 +57,7 @@ def send_call(folder: Path, function: Callable[..., Any], arguments: tuple[Any, 
     Functions and classes of ``__main__`` or a notebook are sent by value: no other process could import them.
 
     Raises:
-        InputError: if the function or what it refers to cannot be sent to another process.
+        InputError: if the function or an object it refers to cannot be sent to another process.
     """
     try:
         data = cloudpickle.dumps((function, arguments))

@@ -57,9 +57,9 @@ def _remove_if_free(folder: Path) -> None:
 
 
 _POLL_S: Final = 0.02
-_GRACE_S: Final = 10.0  # for the other ranks to say what they know, once one has failed
+_GRACE_S: Final = 10.0  # for the other ranks to report, once one has failed
 _STOPPING_S: Final = 3.0  # for ranks that were signalled, or whose peer died of a signal
-_SHOWN_CHARS: Final = 4000  # of the end of a rank's output
+_SHOWN_CHARS: Final = 4000  # characters shown from the end of a rank's output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class Ranks:
         ]
 
     def read_output(self, rank: int, offset: int = 0) -> bytes:
-        """Bytes that a rank has printed, from offset ``offset`` on; none of a rank whose output is shown."""
+        """Returns a rank's printed bytes from ``offset`` on. Empty for a rank whose output is shown."""
         file = self._files[rank].fileno()  # its position is shared with the rank: do not move it
         return os.pread(file, max(0, os.fstat(file).st_size - offset), offset)
 
@@ -315,7 +315,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that the system gives to no other process while the block runs.
+    """Reserves a port of 127.0.0.1 while the block runs. The system gives it to no other process.
 
     It stays bound, not listening, with SO_REUSEADDR: a server that sets it too, as torch's store, can listen.
     """

@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def one_node(self) -> bool:
-        """Whether this node is the only one."""
+        """True if this node is the only one."""
         return self.nnodes == "1"
 
     @property

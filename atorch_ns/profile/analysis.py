@@ -33,9 +33,9 @@ class Divisible(NamedTuple):
     """The divisible parts of one stretch.
 
     Attributes:
-        dims: dim of each parameter that tensor parallelism divides; names relative to the block, full names
+        dims: dim of each parameter that tensor parallelism divides, by name relative to the block, or full
             outside blocks.
-        fields: of :class:`~atorch_ns.profile.Segment`, by their names.
+        fields: fields of :class:`~atorch_ns.profile.Segment`, by name.
     """
 
     dims: Mapping[str, int]
@@ -104,7 +104,7 @@ def _count_attentions(step: RecordedStep) -> dict[int, int]:
 
 
 _FAR = 8
-"""Ranks along the axis ``tensor`` for which the worst moment is looked for too."""
+"""Size of the axis ``tensor`` for which the worst moment is found as well."""
 
 _MANY_BATCHES = tuple(2**power for power in range(13))
 """Sizes of a micro-batch, from one sample to more than memory holds."""
@@ -115,12 +115,12 @@ class MeasuredRecording:
     """A recording with its sizes as functions of B and T.
 
     Attributes:
-        sizes: [E, 4] coefficients of bytes and floating point operations, for each event.
+        sizes: [E, 4] coefficients of each event's bytes or floating point operations.
         moved: [E, 4] coefficients of the bytes that operators move.
-        divided: [E, 4] of those of tensors that tensor parallelism divides.
-        fused: [E, 4] of those that fused kernels move (:func:`kernel_operands`).
+        divided: [E, 4] coefficients of moved bytes of tensors that tensor parallelism divides.
+        fused: [E, 4] coefficients of bytes that fused kernels move (:func:`kernel_operands`).
         outputs: [S, 4] coefficients of the bytes that each stretch outputs.
-        at: the B and T that matter: the user's batch. The worst moment is that of these sizes.
+        at: B and T of the user's batch, at which the worst moment is found.
         division: tensors and operators that tensor parallelism would divide.
     """
 
@@ -135,7 +135,7 @@ class MeasuredRecording:
 
 
 def costs_of(record: MeasuredRecording, segment_of: list[int]) -> list[SegmentCost]:
-    """The cost of each stretch; ``segment_of`` has the segment of each recorded stretch, ascending from 0."""
+    """The cost of each segment. ``segment_of`` maps each recorded stretch to its segment, from 0 upwards."""
     recording = record.recording
     num = max(segment_of) + 1
     kinds = np.asarray(recording.kinds)
@@ -205,7 +205,7 @@ class _Span:
         )
 
     def peaks(self, gradients: np.ndarray | None = None) -> tuple[Growth, ...]:
-        """The worst moments for some B, T and division; with bytes of gradients if they are given."""
+        """The worst moments for some B, T and divisions, including bytes of gradients if given."""
         if not self.events.size:
             return ()
         alive = self._changes
@@ -245,7 +245,7 @@ class _Span:
 
 
 def divided_operands(recording: Recording, division: TensorDivision) -> list[tuple[bool, ...]]:
-    """Of each event the tensors, inputs first, of which a rank along ``tensor`` has a part."""
+    """Whether a rank along ``tensor`` has a part of each tensor of each event, inputs first."""
     marks = division.storages | {-1 - number for number in division.dims}
     for event, label in enumerate(recording.labels):
         if label == "aten._to_copy" and recording.reads[event][0] in marks:
@@ -301,7 +301,7 @@ def _event_marks(recording: Recording, event: int) -> tuple[int, ...]:
 
 
 def _event_phases(recording: Recording, segment_of: Sequence[int]) -> np.ndarray:
-    """[E] the phase of each event, of the stretches that they are counted to."""
+    """[E] the phase of each event, in the segment of its stretch."""
     phases = np.empty(len(recording.kinds), dtype=np.int64)
     current = 0
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
@@ -313,7 +313,7 @@ def _event_phases(recording: Recording, segment_of: Sequence[int]) -> np.ndarray
 
 
 def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], record: MeasuredRecording) -> np.ndarray:
-    """[3, E, 4] a figure of all memory, of the part that is divided, and of the part from head to loss."""
+    """[3, E, 4] a figure for all memory, for the divided part, and for the part from head to loss."""
     recording, division = record.recording, record.division
     allocates = np.asarray(recording.kinds) == Event.ALLOCATE
     figures = [of(recording, record.sizes)]
@@ -324,7 +324,7 @@ def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], record: Measure
 
 
 def _growth_of_rows(rows: np.ndarray, at: tuple[float, float]) -> Growth:
-    """[3, 4] coefficients of all, of what is divided and of what is between the head and the loss."""
+    """Growth from [3, 4] coefficients of the total, the divided part and the part from head to loss."""
     return growth(rows[0], rows[1], at, rows[2])
 
 
@@ -345,7 +345,7 @@ def _alive_bytes(recording: Recording, sizes: np.ndarray) -> np.ndarray:
 
 
 def _held_bytes(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) -> np.ndarray:
-    """[E, 4] bytes that one forward stretch makes and a later one frees unread, added and taken off."""
+    """[E, 4] changes of bytes that one forward stretch allocates and a later one frees unread."""
     change = np.zeros_like(sizes)
     allocations: dict[int, int] = {}
     read: dict[int, int] = {}  # the phase that read each storage last
@@ -364,7 +364,7 @@ def _held_bytes(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) 
 
 
 def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[E, 4] bytes of gradients of parameters after each event: kept to the end, and handed on at once."""
+    """[E, 4] bytes of parameter gradients after each event: if kept to the end, and if passed on at once."""
     lasting, passing = np.zeros_like(sizes), np.zeros_like(sizes)
     waiting: list[int] = []
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):

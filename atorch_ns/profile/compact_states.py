@@ -116,7 +116,7 @@ def _smallest_compact(
 def _measure_states(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], sizes: Sequence[int]
 ) -> tuple[dict[int, int], int]:
-    """Bytes of states of one parameter alone, by its number of elements; bytes of all other states."""
+    """Bytes of states of a single parameter by its number of elements, and bytes of all other states."""
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
     optimizer = make(parameters)
     for parameter in parameters:

@@ -21,16 +21,16 @@ _KNOWN_TEMPORARIES = {"torchao": 2.0}
 """Packages with compiled optimizers: their temporary tensors of the size of the largest parameter. By the
 allocator, on a CPU with inductor: 2.01 for AdamW8bit; AdamW4bit holds 6.5 and is predicted too low."""
 _SMALL = (24, 20)
-"""The same, too small for states in fewer bits."""
+"""A shape of the same kind, too small for states in fewer bits."""
 
 
 def optimizer_spec(
     make_optimizer: _MakeOptimizer | None, device: str
 ) -> tuple[OptimizerSpec | None, tuple[str, ...]]:
-    """The optimizer's states, with notes of what could not be found out.
+    """The optimizer's states, with notes on missing facts.
 
     Args:
-        make_optimizer: makes it for parameters; ``None`` where there is none.
+        make_optimizer: makes the optimizer for parameters; ``None`` without one.
         device: type of the device it will run on: on a GPU torch's optimizers use foreach kernels unless
             set otherwise.
     """
@@ -70,7 +70,7 @@ def optimizer_spec(
 
 
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that an optimizer holds in its attributes, and those that they hold."""
+    """The optimizers in an optimizer's attributes, recursively."""
     for value in vars(optimizer).values():
         items = (
             value.values()

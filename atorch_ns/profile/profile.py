@@ -28,8 +28,8 @@ class Profile:
         block_class: bare class name of the repeated blocks, empty if there are none or several.
         num_parameters: number of parameter elements, tied ones once.
         num_trainable: the number of those that require gradients.
-        fingerprint: equal for models of equal structure, shapes and settings, whatever their weights.
-        trace: what one step costs; ``None`` where only the structure was read.
+        fingerprint: digest of structure, shapes and settings, independent of the weights.
+        trace: the cost of one step; ``None`` if only the structure was read.
     """
 
     model_class: str
@@ -67,7 +67,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Profile:
-        """The profile that :meth:`to_json` wrote.
+        """Reads a profile that :meth:`to_json` wrote.
 
         Raises:
             InputError: if the text is not a profile, or one of another schema.
@@ -86,7 +86,7 @@ class Profile:
         ]
 
     def namesakes(self, selector: str) -> tuple[str, tuple[str, ...]]:
-        """The classes of the model that are called as ``selector`` is, whatever module they are defined in.
+        """The model's classes with the same name as ``selector``, in any Python module.
 
         Args:
             selector: ``package.module.Name``.
@@ -109,7 +109,7 @@ class Profile:
         return tail, tuple(sorted(names))
 
     def own_class_names(self) -> list[str]:
-        """Bare class names of the model's modules, where torch or the user's code has such a class."""
+        """Bare class names of the model's modules whose classes belong to torch or the user's code."""
         names = {name for classes in self.module_classes.values() for name in classes if "." not in name}
         return sorted(names)
 
@@ -126,7 +126,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(kind: type[_T], text: str | bytes) -> _T:
-    """The instance of ``kind`` that :func:`dumps` wrote.
+    """Reads an instance of ``kind`` that :func:`dumps` wrote.
 
     Raises:
         InputError: if the text is no JSON, of another schema, or does not hold what ``kind`` needs.

@@ -31,8 +31,8 @@ class Stretch(NamedTuple):
     """A stretch of the whole model's forward pass.
 
     Attributes:
-        block: the path of the block in the user's model; empty for what runs between blocks.
-        recorded: number among the recorded stretches.
+        block: path of the block in the user's model; empty for code between blocks.
+        recorded: index among the recorded stretches.
     """
 
     block: str
@@ -48,7 +48,7 @@ def merge_stretches(
     blocks of one container that uses no parameters.
 
     Args:
-        work_flags, use_flags: whether each ran an operator; whether each used a parameter.
+        work_flags, use_flags: whether each stretch ran an operator, and whether it used a parameter.
 
     Returns:
         The segment that each recorded stretch belongs to, and the first recorded stretch of each segment.
@@ -158,7 +158,7 @@ def _is_same_block(first: Segment, second: Segment) -> bool:
 
 
 class _Maker:
-    """Makes segments without costs. What nothing uses is in the first stretch between blocks."""
+    """Makes segments without costs. Unused parameters belong to the first stretch between blocks."""
 
     def __init__(
         self,

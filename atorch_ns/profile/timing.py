@@ -34,7 +34,7 @@ _SCHEMA = 1
 
 
 class BlockKey(NamedTuple):
-    """Key of a measured time: everything that it depends on.
+    """Key of a measured time, with everything that the time depends on.
 
     Attributes:
         device: name of the device, as :func:`device_name` gives it.
@@ -80,7 +80,7 @@ class ProfileDatabase:
         return None if times is None else BlockSeconds(*times)
 
     def update(self, times: Mapping[BlockKey, BlockSeconds]) -> None:
-        """Adds times; those under the same keys are replaced, all others stay, whoever wrote them."""
+        """Adds times, replacing those with equal keys. All other times stay, even from other processes."""
         if not times:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def captured_calls(
 
     Args:
         paths: paths of blocks, by fingerprint.
-        how: ``"fake"`` or ``"real"``, as the trace was made.
+        how: ``"fake"`` or ``"real"``, as in the trace.
 
     Returns:
         Calls by fingerprint; blocks that are never called are left out.
@@ -190,8 +190,8 @@ def measure_blocks(
         batch: the sample batch; the times hold for its B and T.
         forward_loss: the call of the model and its loss, as for :func:`profile_model`.
         profile: the profile of the model, with a trace.
-        database: times to use again, and where new ones are kept.
-        re_profile: measure again what the database has.
+        database: database of times to reuse, which also stores new ones.
+        re_profile: whether to measure again times that the database has.
 
     Raises:
         InputError: if the profile has no trace.
@@ -221,7 +221,7 @@ def measure_blocks(
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name; of a CPU its model and the number of threads that torch uses."""
+    """The device's name; for a CPU, its model and torch's number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_model()}, {torch.get_num_threads()} threads"
@@ -248,7 +248,7 @@ class _Measurement:
         return {key: times for key in keys if (times := database.get(key)) is not None}
 
     def measure(self, skip: Mapping[BlockKey, BlockSeconds]) -> dict[BlockKey, BlockSeconds]:
-        """Times of all that is not to be skipped."""
+        """Times of all blocks except those in ``skip``."""
         results: dict[BlockKey, BlockSeconds] = {}
         precisions = dict.fromkeys(key for block in self._blocks.values() for key in block.costs)
         for precision in map(StepPrecision.parse, precisions):

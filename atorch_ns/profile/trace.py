@@ -18,14 +18,14 @@ from atorch_ns.profile.compact_states import CompactStates
 
 
 def by_divisor(sizes: Sequence[int], num_samples: int, at: int) -> np.ndarray:
-    """[N, 4] coefficients of sizes that were seen with one B that divides only what grows with the batch.
+    """[N, 4] coefficients of sizes seen at one B, which divides only sizes that grow with the batch.
 
     What is a multiple of B grows with B. A multiple of B² (every sample against every other) has no
     coefficient; it is taken to grow with B so that it is right at ``at``.
 
     Args:
         sizes: N sizes.
-        num_samples: the B that they were seen with.
+        num_samples: the B of these sizes.
         at: the user's B.
     """
     exact = np.asarray(sizes, dtype=np.int64)
@@ -172,13 +172,13 @@ class OperatorCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardResult:
-    """What selective recomputation may keep: of a product with weights, or all calls of another operator.
+    """Results that selective recomputation may keep: one product with weights, or all of another operator.
 
     Attributes:
         name: the operator's name, such as ``aten.mm``.
         number: products with weights that ran before it in the segment.
         moved: bytes read and written by operators without floating point operations.
-        size: bytes of what it makes.
+        size: bytes of its results.
         read_again: the part of them from which something saved for the backward pass, beside the segment's
             output, is computed: a compiled graph keeps no more.
     """
@@ -232,7 +232,7 @@ class SegmentCost:
             parameters in the compute dtype not.
         held: the part of ``saved`` that the backward pass does not need and local variables of the model hold
             until it returns, less what others free. A pipeline's stage has returned before others run.
-        output: bytes of what the segment hands to the next one: what recomputation keeps of it.
+        output: bytes passed to the next segment, which recomputation keeps.
         kept: bytes that are alive after its backward pass of what was made for it, less what it frees of
             others: 0 for most blocks; a block's keys and values where the model's output holds a cache of
             them.
@@ -244,7 +244,7 @@ class SegmentCost:
         cast_parameters: bytes of the copies of parameters in the compute dtype, which autocast makes and
             keeps until its context ends.
         operators: kinds of operators, most expensive first.
-        results: what its forward pass makes, by operator.
+        results: results of its forward pass, by operator.
     """
 
     forward: PhaseCost
@@ -289,7 +289,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of the forward pass: a repeated block, or what runs before, between and after blocks.
+    """A stretch of the forward pass: a repeated block, or the code before, between or after blocks.
 
     Equal blocks that follow each other are one segment with a count.
 
@@ -390,7 +390,7 @@ class Trace:
         seconds: measured seconds by ``"<fingerprint>:<precision key>:<forward|backward>"`` on the device
             named by :attr:`timed_on`; empty where nothing was measured.
         timed_on: the device of these times.
-        notes: what could not be found out and was assumed, as sentences.
+        notes: assumptions about missing facts, as sentences.
     """
 
     segments: tuple[Segment, ...]

@@ -52,7 +52,7 @@ class Traced:
     Attributes:
         segments: the segments of the whole model, with costs.
         how: ``"fake"`` or ``"real"``.
-        notes: what was assumed, as sentences.
+        notes: assumptions, as sentences.
         loss_share: as in :class:`Trace`.
     """
 
@@ -209,7 +209,7 @@ def _fixed_batch(num_samples: int) -> str:
 
 
 def _error_location(error: BaseException) -> str:
-    """Where the user's code raised: the innermost frame that is neither torch's nor this package's."""
+    """The place where the user's code raised: the innermost frame outside torch and this package."""
     inner = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inner)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
@@ -246,7 +246,7 @@ def profile_model(
         make_optimizer: makes the user's optimizer for parameters; ``None`` where there is none.
         precisions: keys as :func:`precision_key` writes them; "float32" are the weights as they are.
         blocks: paths of the blocks; ``None`` for those that repeat.
-        num_samples: the B whose worst moments the peaks are exact at; ``None`` for the batch's.
+        num_samples: the B at which peaks are exact; ``None`` for the batch's.
         sequence: trace three lengths, so that costs are functions of T too. Not the default: it takes three
             times as long, and a plan for the batch at hand needs only B.
         keeps_output: whether the training loop holds the model's output through the backward pass, as one

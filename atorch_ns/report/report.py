@@ -65,7 +65,7 @@ _ACTUAL_STEPS = 5  # steps of training after which the report shows measured tim
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingReport:
-    """Why a job is trained as it is. Prints as text (the first candidates); saves as JSON, HTML or text.
+    """Reasons for a job's training setup. Prints as text (the first candidates); saves as JSON, HTML or text.
 
     Attributes:
         applied: report of the applied strategy; ``None`` for a plan that was made offline.

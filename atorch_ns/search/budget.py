@@ -14,28 +14,28 @@ from atorch_ns.search.ranking import RankedCandidate, noise
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, StopRule
 
-SHARE_OF_TRIALS = 5  # without ``max_trials``, a search runs one trial for this many candidates at most
-LEAST_TRIALS = 6  # … and may always run this many
-FAILURES = 6  # trials that fail for other reasons than memory while none works: then it is the job's fault
-SAME_ERRORS = 3  # the same number where all of them raised one and the same error
+SHARE_OF_TRIALS = 5  # without ``max_trials``, a search runs at most one trial per this many candidates
+LEAST_TRIALS = 6  # lower bound of that limit
+FAILURES = 6  # if this many trials fail for reasons other than memory and none works, the job is at fault
+SAME_ERRORS = 3  # the same limit if all of them raised the same error
 MARGIN = 0.01  # a candidate that would win by less is not worth a trial, however quiet the machine
 
 PROBE_DEADLINE_S = 60.0
-LEAST_DEADLINE_S = 10.0  # a trial that was begun may take this long, however little of the time is left
+LEAST_DEADLINE_S = 10.0  # minimum deadline of a started trial, even if less time is left
 # Share of the time left that a trial's timed steps may take: many rough trials tell more than two exact ones.
 SHARE_OF_THE_TIME = 0.1
-LEAST_TRIAL_S = 1.0  # … and this many seconds at least
+LEAST_TRIAL_S = 1.0  # lower bound of that share, in seconds
 LONG_STEP_S = 5.0  # from here on, one step of warming up is enough
 
 
 def default_max_trials(knowledge: Knowledge) -> int:
-    """The most trials of a search that was given no number."""
+    """Returns the maximum number of trials of a search without ``max_trials``."""
     runnable = sum(candidate.pruned is None for candidate in knowledge.candidates)
     return max(LEAST_TRIALS, runnable // SHARE_OF_TRIALS)
 
 
 def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
-    """Why no further candidate is tried, as a sentence; empty if one is."""
+    """Returns why the search tries no further candidate, as a sentence. Empty if it tries one."""
     number = knowledge.ledger.num_run
     if settings.max_trials is not None and number >= settings.max_trials:
         return f"max_trials={settings.max_trials} was reached"
@@ -43,7 +43,7 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
         return _common_failure(knowledge)
     if settings.sampler == "exhaustive":
         return ""
-    if settings.sampler != "random" and knowledge.open:  # one that learns may end before all are tried
+    if settings.sampler != "random" and knowledge.open:  # a sampler that learns may stop before all are tried
         margin = max(MARGIN, min(0.5, noise(knowledge.ranked)))
         chance = knowledge.chance_of_better(margin, settings.seed)
         if chance < settings.win_probability:
@@ -67,7 +67,7 @@ def _common_failure(knowledge: Knowledge) -> str:
         shared = set.intersection(*(methods[key] for key, _ in ends))
         others = (methods[knowledge.candidates[index].key] for index in knowledge.open)
         reason = reasons.pop()
-        if reason and all(shared <= other for other in others):  # none lacks what all that failed have
+        if reason and all(shared <= other for other in others):  # all have the methods shared by failures
             return f"every trial raised the same error: {reason}"
     failures = [end for key, end in ends if key not in knowledge.short_of_memory]
     if len(failures) >= FAILURES and not any(end.succeeded for end in failures):
@@ -79,10 +79,10 @@ class TimeBudget:
     """The time limits of a search and of its trials.
 
     Attributes:
-        is_short: whether the last deadline was cut because the search's own time ends before.
+        is_short: whether the last deadline was cut to the end of the search's own time.
 
     Args:
-        setting: the search; its profile and estimates have taken some of the time.
+        setting: setting of the search, with the time that profile and estimates took.
         settings: the limits.
         clock: seconds, from any origin; the search begins now.
         has_single: whether a trial in one process follows the choice of the winner.
@@ -122,7 +122,7 @@ class TimeBudget:
         return statistics.median(durations) if durations else 0.0
 
     def affords(self, candidate: Candidate, usual_cost: float) -> bool:
-        """Whether a trial, and what follows the choice of the winner, is expected to end in time."""
+        """Returns whether a trial and the steps after the winner's choice are expected to end in time."""
         after = self._num_after * max(
             usual_cost, LEAST_TRIAL_S
         )  # which many refusals make cheap, and what follows runs whole
@@ -144,10 +144,10 @@ class TimeBudget:
         return replace(rule, best_seconds=median, best_noise=best.error * median)
 
     def deadline(self, candidate: Candidate, rule: StopRule, predicted_seconds: float | None) -> float:
-        """Seconds after which a trial is taken to hang.
+        """Returns the seconds after which a trial counts as hung.
 
-        Longer than the setting where steps are known to be slow, or set-up is; shorter where the search ends
-        before.
+        It is longer than the setting if steps or set-up are known to be slow.
+        It is shorter if the search ends earlier.
 
         Args:
             rule: when the trial stops.
@@ -162,12 +162,12 @@ class TimeBudget:
         return min(deadline, end)
 
     def single_deadline(self, usual_cost: float) -> float:
-        """Seconds for the trial in one process: as fast as the winner it needs less than three usual ones."""
+        """Deadline of the one-process trial in seconds: three usual trials, enough at the winner's speed."""
         deadline = max(LEAST_DEADLINE_S, 3 * usual_cost)
         self.is_short = self.left < deadline
         return max(LEAST_DEADLINE_S, min(deadline, self.left))
 
     def probe_deadline(self, candidate: Candidate) -> float:
-        """Seconds after which the check of a candidate's numerics is taken to hang."""
+        """Seconds after which the check of a candidate's numerics counts as hung."""
         deadline = max(PROBE_DEADLINE_S, 3 * candidate.setup_seconds)
         return min(deadline, max(2 * LEAST_DEADLINE_S, self.left))

@@ -32,7 +32,7 @@ def conclude(
     Args:
         stop_reason: why it ended, as a sentence; empty while it goes on.
         seconds: time that it took.
-        cut_short: whether it was ended, so that a choice by prediction stands in for one that was measured.
+        cut_short: whether it was cancelled, so that a choice by prediction replaces a measured one.
         over: whether no trial or check will follow.
     """
     winner = knowledge.winner
@@ -89,7 +89,7 @@ def _numerics_check(probe: TrialOutcome | None, *, stop_reason: str) -> str | No
 def _best_predicted(knowledge: Knowledge) -> Preferred | None:
     ledger, objective = knowledge.ledger, knowledge.objective
     if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
-        return None  # after a failure for another reason than memory: others may fail alike
+        return None  # a failure for a reason other than memory may recur for others
     free = [knowledge.candidates[index] for index in knowledge.open]
     free = [candidate for candidate in free if _without_a_fault(ledger.get(candidate.key))]
     plain = next((candidate for candidate in free if candidate.is_baseline), None)
@@ -145,7 +145,7 @@ def _row_order(row: Row) -> tuple[float | str, ...]:
 def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
     """Keys of the rows that no other beats in both time and memory, the fastest first.
 
-    Measured figures where there are any, predictions elsewhere; what failed or was pruned does not count.
+    Figures are measured where possible, else predicted. Failed and pruned rows do not count.
     """
     points = [
         (*figures, row.candidate.key)
@@ -155,7 +155,7 @@ def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
     front: list[str] = []
     least = np.inf
     for _, memory, key in sorted(points):
-        if memory < least:  # than all that are faster
+        if memory < least:  # less than all faster rows need
             front.append(key)
             least = memory
     return tuple(front)

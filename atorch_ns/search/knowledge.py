@@ -18,17 +18,17 @@ from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import BesideTensors, CandidateTrials, Ledger, TrialOutcome
 from atorch_ns.text import bytes_text
 
-OVER = 1.05  # a candidate that ran out of memory needs this much of the limit, or of its prediction, at least
-UNEXPLAINED_BELOW = 0.5  # with less than this share of the limit, it ran out of memory for another reason
-ABOUT = 0.98  # candidates that need this share of the bytes with which one ran out of memory run out as well
-FAILURES_PUNISH = 0.5  # chance that a candidate works after a failure that it would share; for each of them
-CLOSE_WITHIN = 0.1  # one process that is slower by more than this share is not as fast, whatever the noise
+OVER = 1.05  # least memory of a candidate that ran out, as a share of the limit or of its prediction
+UNEXPLAINED_BELOW = 0.5  # below this share of the limit, a candidate ran out of memory for another reason
+ABOUT = 0.98  # a candidate that needs this share of the bytes of one that ran out of memory runs out as well
+FAILURES_PUNISH = 0.5  # factor on a candidate's chance to work, for each failure that it would share
+CLOSE_WITHIN = 0.1  # one process is not as fast if it is slower by more than this share, whatever the noise
 
 
 class Knowledge:
     """The conclusions from all trials so far. Read-only; made anew after every trial.
 
-    ``limit_bytes`` is what one rank may use; 0 for any amount.
+    ``limit_bytes`` are the bytes that one rank may use; 0 for no limit.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Knowledge:
 
     @functools.cached_property
     def ranked(self) -> list[RankedCandidate]:
-        """The candidates that were measured, fit and have right numerics; best first."""
+        """Candidates that were measured, fit and have correct numerics, best first."""
         ranking = rank_candidates(self._by_key, self.ledger, self.objective, self.limit_bytes)
         wrong_numerics = self.ledger.rejected
         return [result for result in ranking if result.candidate.key not in wrong_numerics]
@@ -60,7 +60,7 @@ class Knowledge:
         return choose(self.ranked, self.objective)
 
     def is_as_fast(self, trial: TrialOutcome) -> bool:
-        """Whether a trial of a simpler strategy takes no longer than the winner, as far as noise can tell."""
+        """Returns whether a simpler strategy's trial takes no longer than the winner, within noise."""
         assert self.winner is not None
         # The noise within the trial, and the drift between trials.
         error = math.hypot(self.objective.noise(trial), drift(self.ledger, self.objective))
@@ -81,7 +81,7 @@ class Knowledge:
 
     @functools.cached_property
     def posterior(self) -> Posterior:
-        """The logarithm of the objective."""
+        """Posterior of the logarithm of the objective."""
         predictions = [self.objective.predicted(candidate) for candidate in self.candidates]
         rows = [
             (index, self.objective.measured(candidate, entry.merged), self.objective.noise(entry.merged))
@@ -91,7 +91,7 @@ class Knowledge:
 
     @functools.cached_property
     def seconds(self) -> Posterior:
-        """The logarithm of the step's seconds."""
+        """Posterior of the logarithm of the step's seconds."""
         if self.objective.counts_time:
             return self.posterior
         predictions = [candidate.predicted_seconds for candidate in self.candidates]
@@ -100,7 +100,7 @@ class Knowledge:
 
     @functools.cached_property
     def bytes(self) -> Posterior | None:
-        """The logarithm of a rank's bytes, in tensors and beside; ``None`` if memory was not predicted."""
+        """Posterior of the logarithm of a rank's bytes, tensors and others; ``None`` without predictions."""
         tensors = [candidate.predicted_bytes for candidate in self.candidates]
         # One candidate without an estimate is enough; those that amount to others are never tried.
         if not all(each.predicted_bytes for each in self.candidates if each.pruned is None):
@@ -111,10 +111,10 @@ class Knowledge:
             estimate = self.candidates[index].estimate
             beyond = estimate.peak_bytes - estimate.allocated_bytes if estimate is not None else 0.0
             if entry.merged.while_applying:
-                continue  # what planning took says nothing of steps
+                continue  # memory of planning says nothing about steps
             peak = float(entry.merged.max_needed_bytes)
             if peak and not entry.merged.process_bytes:
-                peak += beyond  # tensors alone were measured: the rest is taken as predicted
+                peak += beyond  # only tensors were measured, so the rest is as predicted
             if self.candidates[index].key in self.short_of_memory and self.limit_bytes:  # it needs more
                 peak = OVER * max(peak, predictions[index] or 0.0, float(self.limit_bytes))
             if peak > 0:
@@ -123,7 +123,7 @@ class Knowledge:
 
     @functools.cached_property
     def beside(self) -> BesideTensors | None:
-        """What the trials so far needed beside tensors; ``None`` where none has shown it."""
+        """Memory that the trials so far needed beside tensors; ``None`` if none has measured it."""
         amounts = sorted(
             entry.merged.beside_bytes
             for _, _, entry in self._ok_entries()
@@ -144,24 +144,24 @@ class Knowledge:
 
     @property
     def unpredicted_bytes(self) -> float:
-        """Bytes beside tensors, in no estimate, that every trial needed: the least, as strategies differ."""
+        """Least bytes beside tensors that all trials needed and no estimate has, as strategies differ."""
         return max(0.0, self.beside.low - self._predicted_beside) if self.beside is not None else 0.0
 
     @property
     def limit_for_tensors(self) -> int:
-        """The limit less what trials needed beside tensors and estimates do not have; 0 for any amount."""
+        """Limit less the bytes that trials needed beside tensors and estimates lack; 0 for no limit."""
         if not self.limit_bytes or self.beside is None:
             return self.limit_bytes
         return max(1, round(self.limit_bytes - max(0.0, self.beside.middle - self._predicted_beside)))
 
     @functools.cached_property
     def learned(self) -> dict[str, str]:
-        """Candidates that the trials of others make unnecessary to try, each with the reason."""
+        """Candidates that need no trial because of other candidates' trials, each with the reason."""
         return {**self.refused_alike, **self.too_large}
 
     @functools.cached_property
     def refused_alike(self) -> dict[str, str]:
-        """Candidates, with reasons, that a method would refuse as it has refused another, by refusal key.
+        """Candidates that a method would refuse like another with the same refusal key, with reasons.
 
         A refusal is disregarded if another candidate with the same key has run.
         """
@@ -191,7 +191,7 @@ class Knowledge:
     @functools.cached_property
     def too_large(self) -> dict[str, str]:
         """Candidates, with reasons, that would run out of memory as another one did."""
-        # Where tensors as large had room, a candidate ran out for another reason, such as its planning.
+        # If tensors of this size fitted elsewhere, a candidate ran out for another reason, such as planning.
         ran = max(
             (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._ok_entries()), default=0.0
         )
@@ -254,7 +254,7 @@ class Knowledge:
 
     @functools.cached_property
     def chances_to_run(self) -> np.ndarray:
-        """[N] the chance that a trial does not fail for methods that have failed and never worked.
+        """[N] chance that a trial does not fail because of methods that failed and never worked.
 
         A failure is blamed in equal parts on the methods of the candidate that never worked anywhere.
         """
@@ -271,14 +271,14 @@ class Knowledge:
         return np.asarray([FAILURES_PUNISH**number for number in total])
 
     def chance_of_better(self, margin: float, seed: int) -> float:
-        """The chance that any open candidate beats the best by more than ``margin``, a share of it."""
+        """Returns the chance that an open candidate beats the best by more than ``margin``, a share of it."""
         if not self.open or not self.ranked:
             return 1.0 if self.open else 0.0
         draws, best = self._draw_samples(seed)
         return float(np.mean(draws.min(axis=1) < best + math.log1p(-margin)))  # all in logarithms
 
     def lower_bound(self, probability: float, seed: int) -> float | None:
-        """The value that no candidate is expected to be below: a quantile of the least of all."""
+        """Lower bound on the value of every candidate: a quantile of the least value of all."""
         if not self.ranked:
             return None
         best_value = self.ranked[0].value

@@ -12,7 +12,7 @@ from atorch_ns.search.trial import TrialOutcome
 
 
 class SearchSettings(BaseModel):
-    """How the fully automatic mode searches. Frozen; every field has a default."""
+    """Settings of the fully automatic mode's search. Frozen; every field has a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -86,11 +86,11 @@ class Objective:
 
     @property
     def counts_time(self) -> bool:
-        """Whether the number is a time."""
+        """True if the objective is a time."""
         return self.kind in ("time", "cost")
 
     def predicted(self, candidate: Candidate) -> float | None:
-        """The objective by the estimate; ``None`` without one."""
+        """Returns the predicted objective; ``None`` without an estimate."""
         if candidate.estimate is None:
             return None
         value = candidate.estimate.step_seconds
@@ -101,10 +101,10 @@ class Objective:
         return value if value > 0 and math.isfinite(value) else None
 
     def measured(self, candidate: Candidate, outcome: TrialOutcome) -> float:
-        """The objective by a trial that gave a step time.
+        """Returns the objective that a trial with a step time measured.
 
-        Memory that was not measured counts as predicted. The largest batch is the predicted one, made smaller
-        where it would not fit with as many bytes more as the trial took above its own prediction.
+        Memory that was not measured counts as predicted. The largest batch is the predicted one. It is
+        reduced if it does not fit with the bytes by which the trial exceeded its own prediction.
         """
         if self.counts_time:
             return outcome.median_seconds
@@ -131,7 +131,7 @@ class Objective:
         return max(batch, int((largest - excess / slope) // batch) * batch)  # multiples of the given batch
 
     def noise(self, outcome: TrialOutcome) -> float:
-        """Relative standard error of a measurement, as far as the steps of one trial show it."""
+        """Returns the relative standard error of a measurement, from the steps of one trial."""
         if not self.counts_time:
             return 0.0
         noise = outcome.noise_seconds / outcome.median_seconds if outcome.median_seconds > 0 else 0.0

@@ -98,9 +98,9 @@ class SearchOutcome:
         lower_bound_seconds: no candidate is expected below this; corrected predictions less their error.
         gap: largest gain that is expected over the winner, as a share of its step.
         pareto: keys of the candidates that no other beats in both time and memory.
-        nearest_miss: if nothing fits or runs, what came nearest and what to do, as a sentence.
+        nearest_miss: if nothing fits or runs, the nearest candidate and the remedy, as a sentence.
         resumed: trials read from an earlier history instead of run.
-        beside: what trials needed beside tensors; ``None`` if none has shown it.
+        beside: memory that trials needed beside tensors; ``None`` if none has measured it.
         checks: self-checks, each ``"<what>: passed"`` or ``"<what>: failed: <numbers>"``.
         numerics_passed: whether the winner was found to train as one process does.
         single_process: a plain strategy in one process, against the winner; ``None`` if not measured.
@@ -192,7 +192,7 @@ Event = Profiling | Priced | TrialStarted | TrialEnded | SearchNote | Ended
 
 
 class Observer(Protocol):
-    """Gets every event on rank 0, in order; must not raise and not wait."""
+    """Receives every event on rank 0, in order. Must neither raise nor wait."""
 
     def __call__(self, event: Event) -> None:
         """Takes an event."""
@@ -202,16 +202,16 @@ _WRITER: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan=
 
 
 def to_json(value: Any) -> str:
-    """A dataclass or model of this package, or a tuple of them, as compact JSON."""
+    """Writes a dataclass or model of this package, or a tuple of them, as compact JSON."""
     plain = _WRITER.dump_python(value, mode="json")
     return json.dumps(_encode_nonfinite(plain), allow_nan=False, separators=(",", ":"))
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """Reads and validates what :func:`to_json` wrote.
+    """Reads and validates JSON from :func:`to_json`.
 
     Raises:
-        InputError: if the text is no such thing; it says where and what was expected.
+        InputError: if the text is something else. The message names the place and the expected value.
     """
     try:
         value: T = _type_adapter(cast("Hashable", kind)).validate_json(text)
@@ -225,13 +225,13 @@ def from_json(kind: type[T], text: str | bytes) -> T:
 
 
 def outcome_to_json(outcome: SearchOutcome) -> str:
-    """A search's outcome as the content of ``report.json``."""
+    """Returns a search's outcome as the content of ``report.json``."""
     document = {"schema": SCHEMA, "outcome": json.loads(to_json(outcome))}
     return json.dumps(document, indent=1, allow_nan=False)
 
 
 def outcome_from_json(text: str | bytes) -> SearchOutcome:
-    """Reads what :func:`outcome_to_json` wrote.
+    """Reads JSON from :func:`outcome_to_json`.
 
     Raises:
         InputError: if it is something else, or of a schema that this version does not know.

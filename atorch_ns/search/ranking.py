@@ -42,7 +42,7 @@ class RankedCandidate:
 
 
 def drift(ledger: Ledger, objective: Objective) -> float:
-    """Relative standard deviation between trials of one candidate, from those that were repeated.
+    """Relative standard deviation between trials of one candidate, from repeated candidates.
 
     The prior of two per cent counts as much as two repetitions.
     """
@@ -67,7 +67,7 @@ def rank_candidates(
         if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
             continue
         if limit_bytes and outcome.max_needed_bytes > limit_bytes:
-            continue  # a limit that the system does not enforce lets it run
+            continue  # it ran because the system does not enforce the limit
         value = objective.measured(candidates[key], outcome)
         if not (math.isfinite(value) and value > 0):
             continue
@@ -78,9 +78,9 @@ def rank_candidates(
 
 
 def tied_with_best(ranking: list[RankedCandidate]) -> list[RankedCandidate]:
-    """The candidates that are as good as the first, itself among them.
+    """Returns the candidates that are as good as the first, including the first.
 
-    The baseline must not be worse beyond the noise; others, also not by more than 2 %. The best of many is
+    The baseline may be worse only within the noise, others also by at most 2 %. The best of many is
     partly luck: against the baseline, the confidence holds for all of them together (Bonferroni).
     """
     baseline_z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(ranking) - 1))
@@ -96,9 +96,9 @@ def tied_with_best(ranking: list[RankedCandidate]) -> list[RankedCandidate]:
 
 
 def choose(ranking: list[RankedCandidate], objective: Objective) -> RankedCandidate | None:
-    """The winner: of those that noise cannot tell from the best, the baseline, else the simplest.
+    """Chooses the baseline, else the simplest, among candidates that noise cannot tell from the best.
 
-    Simple is: fewer methods, fewer settings, less memory. For the largest batch, speed decides instead.
+    Simpler means fewer methods, fewer settings, less memory. For the largest batch, speed decides instead.
     """
     if not ranking:
         return None
@@ -118,7 +118,7 @@ def noise(ranking: Iterable[RankedCandidate]) -> float:
 
 
 def step_noise(ranking: Iterable[RankedCandidate]) -> float:
-    """The same from the steps of each trial alone (``noise_seconds / median_seconds``), as in every ``±``."""
+    """Median of ``noise_seconds / median_seconds`` over trials, from their steps alone, as in every ``±``."""
     errors = [result.outcome.noise_seconds / result.outcome.median_seconds for result in ranking]
     finite_errors = [error for error in errors if math.isfinite(error)]
     return statistics.median(finite_errors) if finite_errors else 0.0
@@ -148,7 +148,7 @@ class Preferred(NamedTuple):
 def prefer(
     usable: Sequence[Candidate], objective: Objective, limit_bytes: int, plain: Iterable[str] = ()
 ) -> Preferred:
-    """The choice by predictions alone, as far as they are believed; where time does not count, the first.
+    """Chooses by predictions alone, as far as they are reliable. If time does not count, takes the first.
 
     A plan whose interval of memory ends above the limit is not preferred to one that fits for sure, unless
     their intervals of time are apart. Of plans slower by no more than :func:`unsure_gain` the simplest is
@@ -156,7 +156,7 @@ def prefer(
 
     Args:
         usable: candidates that may fit, best first; at least one.
-        objective: what is minimised.
+        objective: the objective to minimise.
         limit_bytes: bytes that one rank may use; 0 for any amount.
         plain: methods of the plain strategy, which do not count.
     """
@@ -201,7 +201,7 @@ def unsure_gain(steps: Steps, other: Steps, intervals: Intervals) -> float:
 
 
 def fits_surely(candidate: Candidate, limit_bytes: int) -> bool:
-    """Whether the whole interval of its memory is within the limit."""
+    """Returns whether the whole interval of its memory is within the limit."""
     return (
         not limit_bytes
         or candidate.estimate is None

@@ -17,7 +17,7 @@ STATES = ("parameters", "gradients", "optimizer")  # parts of memory that more r
 
 
 def nearest_miss(knowledge: Knowledge) -> str:
-    """One sentence: what came nearest, what it lacks, what to do. Empty if there are no candidates."""
+    """Names the nearest candidate, its shortfall and the remedy in one sentence. Empty without candidates."""
     ledger, limit_bytes = knowledge.ledger, knowledge.limit_bytes
     misses = (_bytes_over_limit(candidate, knowledge) for candidate in knowledge.candidates)
     over = [miss for miss in misses if miss is not None]
@@ -113,7 +113,7 @@ class Reasons:
         self._winner = knowledge.winner
 
     def of(self, index: int) -> tuple[Fate, str]:
-        """Fate and reason of the candidate with that index in the knowledge."""
+        """Returns fate and reason of the candidate with that index in the knowledge."""
         entry = self._knowledge.ledger.get(self._knowledge.candidates[index].key)
         fate, reason = self._fate_and_reason(index, entry)
         if entry is None or not entry.lost or not entry.outcomes:
@@ -252,7 +252,7 @@ def _predicted_text(estimate: Estimate) -> str:
 
 
 def time_against(ratio: float, *, take: str = "takes", be: str = "is") -> str:
-    """A time compared with another that it is ``ratio`` times as long as.
+    """Describes a time that is ``ratio`` times as long as another.
 
     ``"takes 2.00× as long"`` from twice as long on, ``"is 31% slower"`` below, ``"takes 20% less time"`` if shorter.
     """

@@ -110,7 +110,7 @@ def fit_posterior(
     errors = np.diag(noise**2)
     scale = _likeliest_scale(common, others, indices, residual, errors=errors)
     kernel = common + scale**2 * others
-    if scale < 1:  # that others were predicted well says nothing of a method that was never tried
+    if scale < 1:  # good predictions of others say nothing about an untried method
         offsets = features.indicators - features.indicators.mean(axis=0)
         unknown = offsets[:, ~features.indicators[indices].any(axis=0)]  # features that no trial had
         kernel += (1 - scale**2) * _indicator_deviation(has_prediction) ** 2 * unknown @ unknown.T

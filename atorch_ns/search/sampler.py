@@ -17,7 +17,7 @@ from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import named_features
 
-LEAST_TRIAL_S = 3.0  # seconds that any trial is taken to cost at least, so that set-up counts in proportion
+LEAST_TRIAL_S = 3.0  # least assumed cost of a trial in seconds, so that set-up counts in proportion
 
 Sampler = Callable[[Knowledge, list[int], float], int]
 """Chooses the next index from the knowledge, the open indices (at least one) and a usual trial's seconds."""
@@ -39,7 +39,7 @@ def make_sampler(settings: SearchSettings) -> Sampler:
 
 
 def guided(knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
-    """The candidate with most expected improvement per second of its trial; at first the best predicted."""
+    """Returns the candidate with most expected improvement per trial second; at first the best predicted."""
     mean, deviation = knowledge.posterior.mean[open_], knowledge.posterior.deviation[open_]
     if not knowledge.ranked:  # there is no best to improve on
         gain = np.exp(-(mean - mean.min()))
@@ -90,7 +90,7 @@ class OptunaSampler:
         self._seed = seed
 
     def next(self, knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
-        """The open candidate nearest to what Optuna proposes.
+        """Returns the open candidate nearest to Optuna's proposal.
 
         A new study gets all trials, so that the proposal depends on nothing but them and the seed.
         """

@@ -22,11 +22,11 @@ from atorch_ns.text import counted, seconds_text
 
 CONFIRM_WITHIN = 0.1  # winner and closest rival are run once more if they differ by less than this share
 CONFIRM_PLAIN_WITHIN = 0.5  # the same for the plain strategy, which is measured first: machines drift so much
-MOST_REPETITIONS = 4  # trials of the best at most, to tell it from the plain strategy: they halve one's noise
+MOST_REPETITIONS = 4  # maximum trials of the best, to tell it from the plain strategy; four halve the noise
 NEAR_WITHIN = 0.05  # candidates this near to the repeated best are repeated, too: noise decides between them
-FIRST_LOOK = 3  # trials of different strategies at least, before the last ones are kept for repetitions
+FIRST_LOOK = 3  # minimum trials of different strategies before the last ones are kept for repetitions
 KNOWN_WITHIN = 0.1  # a known strategy is confirmed by a trial this near to its earlier time, or faster
-OUT_OF_MEMORY = 2  # after this many trials without memory and none with a result, the smallest is tried
+OUT_OF_MEMORY = 2  # after this many out-of-memory trials and no result, the smallest is tried
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Search:
         self._out_of_time = False
         self._over = False
         self._confirming: list[str] = []  # keys that are still to be repeated
-        self._seconds: float | None = None  # that the search took, once it is over
+        self._seconds: float | None = None  # duration of the search, once it is over
         self._knowledge = self._build_knowledge()
 
-    # ---- what the engine calls
+    # ---- calls of the engine
 
     def ask(self) -> TrialTask | None:
-        """The next trial; the same one until its outcome has come; ``None`` when the search is over."""
+        """Returns the next trial, the same until its outcome has come. ``None`` when the search is over."""
         if self._task is None and not self._over:
             self._task = self._next_task()
             if self._task is None:
@@ -112,7 +112,7 @@ class Search:
         return self._task
 
     def tell(self, task_id: int, outcome: TrialOutcome) -> None:
-        """Takes the outcome of the trial that :meth:`ask` gave; that of any other is ignored."""
+        """Takes the outcome of the trial from :meth:`ask` and ignores that of any other."""
         task = self._task
         if task is None or task.id != task_id:
             return
@@ -139,7 +139,7 @@ class Search:
         return True
 
     def cancel(self, reason: str) -> None:
-        """Ends the search at once; what was found so far stands.
+        """Ends the search at once and keeps the results so far.
 
         Before any measurement, the outcome chooses by prediction, unless trials have failed.
         """
@@ -151,7 +151,7 @@ class Search:
 
     @property
     def best(self) -> str | None:
-        """Key of what would be chosen now; ``None`` before any trial that ran and fits."""
+        """Key of the candidate that would be chosen now; ``None`` before any trial that ran and fits."""
         winner = self._knowledge.winner
         return winner.candidate.key if winner is not None else None
 
@@ -167,7 +167,7 @@ class Search:
             over=self._over,
         )
 
-    # ---- what is next
+    # ---- choice of the next trial
 
     def _next_task(self) -> TrialTask | None:
         # New candidates, repetitions, the check of numerics, and last the time of one process.
@@ -179,7 +179,7 @@ class Search:
         if winner is None:
             if not self._ledger.rejected or not self._knowledge.open:
                 return None
-            self._stop_reason = ""  # the check of numerics has ruled out all that was measured
+            self._stop_reason = ""  # the check of numerics has ruled out all measured candidates
             key = self._next_to_explore()
             return None if key is None else self._trial_task(key)
         if self.settings.probe and winner.candidate.key not in self._ledger.probes:
@@ -244,7 +244,7 @@ class Search:
             if self.candidates[index].is_baseline:
                 return index
         if not self._knowledge.ranked and self._knowledge.num_out_of_memory >= OUT_OF_MEMORY:
-            # Of those without the methods that ran out while they were applied, if there are any.
+            # Prefers candidates without the methods that ran out of memory while they were applied.
             chances = self._knowledge.chances_to_run
             return min(
                 open_, key=lambda index: (-chances[index], self.candidates[index].predicted_bytes or math.inf)

@@ -71,8 +71,8 @@ class TrialOutcome:
 
     Attributes:
         step_seconds: each timed step, the maximum over ranks.
-        peak_bytes: peak per rank of what tensors (CPU) or the allocator (GPU) held, beyond what the process
-            held before the trial; empty where it was not measured.
+        peak_bytes: peak bytes of tensors (CPU) or the allocator (GPU) per rank, beyond those that the
+            process held before the trial; empty if it was not measured.
         process_bytes: most growth per rank of the process (CPU) or its part of the device (GPU); or empty.
         further_bytes: bytes per rank that a run of 1,000 steps is expected to add to that.
         state_bytes: parameters, gradients and optimizer states per rank after the last step.
@@ -107,7 +107,7 @@ class TrialOutcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it gave a step time."""
+        """True if it gave a step time."""
         return self.status in ("ok", "stopped early") and bool(self.step_seconds)
 
     @property
@@ -122,7 +122,7 @@ class TrialOutcome:
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
-        """Bytes per rank that a limit must leave: of the process in a long run, or else of tensors."""
+        """Bytes per rank that a limit must allow, for the process in a long run or else for tensors."""
         if not self.process_bytes:
             return self.peak_bytes
         further = self.further_bytes or (0,) * len(self.process_bytes)
@@ -138,7 +138,7 @@ class TrialOutcome:
 
     @property
     def beside_bytes(self) -> int | None:
-        """What a rank needed beside tensors, the most of all ranks; ``None`` where it was not measured."""
+        """Largest memory that a rank needed beside tensors, in bytes; ``None`` if it was not measured."""
         if not self.process_bytes or len(self.process_bytes) != len(self.peak_bytes):
             return None
         return max(most - tensors for most, tensors in zip(self.needed_bytes, self.peak_bytes, strict=True))
@@ -155,7 +155,7 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class BesideTensors:
-    """What processes needed beside tensors, in trials that ran; measured.
+    """Measured memory that processes needed beside tensors, in trials that ran.
 
     Attributes:
         low, middle, high: the least, the median and the most bytes of a rank.
@@ -217,7 +217,7 @@ class CandidateTrials:
 
     @property
     def judged(self) -> bool:
-        """Whether it needs no further attempt."""
+        """True if it needs no further attempt."""
         return bool(self.outcomes) or len(self.lost) > 1  # lost twice, it is taken for its fault
 
 
@@ -252,7 +252,7 @@ class Ledger:
         return self._entries.get(key)
 
     def judged(self, key: str) -> bool:
-        """Whether a candidate needs no trial, or no further one."""
+        """Returns whether a candidate needs no trial, or no further one."""
         entry = self._entries.get(key)
         return entry is not None and entry.judged
 
@@ -263,7 +263,7 @@ class Ledger:
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Candidates whose numerics are wrong, each with what was found."""
+        """Candidates with wrong numerics, each with the finding."""
         return {
             key: f"wrong: {outcome.reason or 'its numbers differ from those of one process'}"
             for key, outcome in self.probes.items()

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class _Turns:
-    """Lets one rank run at a time, in order, as processes of real groups all do the same in one order."""
+    """Lets one simulated rank run at a time, in rank order. A real group also acts in one order."""
 
     def __init__(self, num_ranks: int) -> None:
         self.error: BaseException | None = None
@@ -70,7 +70,7 @@ class _Turns:
 
 
 class SimulatedGroup:
-    """One rank's view of a simulated group; it stands where a process group may."""
+    """One rank's view of a simulated group. It can replace a process group."""
 
     def __init__(self, rank: int, num_ranks: int, turns: _Turns) -> None:
         self._rank = rank
@@ -87,7 +87,7 @@ class SimulatedGroup:
         return self._num_ranks
 
     def swap(self, value: T) -> list[T]:
-        """The values of all ranks, by rank; they are shared with those ranks, and not to be written to."""
+        """Returns the values of all ranks, by rank. Do not modify them: the ranks share these objects."""
         if len(self._turns.swaps) == self._num_swaps:  # this rank is the first to reach this swap
             self._turns.swaps.append({})
         values = self._turns.swaps[self._num_swaps]
@@ -100,10 +100,10 @@ class SimulatedGroup:
 
 
 def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.device) -> list[T]:
-    """What ``work`` returns on each simulated rank, by rank; the ranks take turns, from one swap to the next.
+    """Returns the result of ``work`` on each simulated rank, by rank. Ranks take turns between swaps.
 
     Raises:
-        Exception: what the first rank that failed raised.
+        Exception: the exception of the first rank that failed.
     """
     turns = _Turns(num_ranks)
 
@@ -113,7 +113,7 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
             turns.wait(rank)
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a new thread begins with device 0
-            # Else the backward passes of all ranks share the device's one thread, and wait for each other.
+            # Otherwise all backward passes share the device's single thread and block each other.
             with torch.autograd.set_multithreading_enabled(False):
                 return work(SimulatedGroup(rank, num_ranks, turns))
         except BaseException as raised:
@@ -128,7 +128,7 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
             try:
                 ranks.append(pool.submit(run, rank))
             except RuntimeError as error:
-                # No room for another thread: those that wait for it would do so for ever.
+                # Another thread cannot start. The threads that wait for it would wait forever.
                 turns.pass_on(rank, has_ended=True, error=error)
                 raise
     turns.swaps.clear()  # the group, its backward nodes and these values refer to each other in a cycle
@@ -140,7 +140,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """``x``; its gradient is summed over the group."""
+    """Returns ``x``. Its gradient is summed over the group."""
     return _apply_with_gradient(x, group, _identity_view, total)
 
 
@@ -150,25 +150,25 @@ def reduce_from(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """The pieces of all ranks along ``dim``; each rank's gradient is that of its own piece.
+    """Joins the pieces of all ranks along ``dim``. Each rank keeps the gradient of its own piece.
 
-    For results that are used in the same way on all ranks: their gradients are equal, so nothing is summed.
+    Use it for results that all ranks use in the same way. Their gradients are equal and need no sum.
     """
     return _apply_with_gradient(x, group, _gather_pieces, _take_piece, dim % x.dim())
 
 
 def scatter_to(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's piece of ``x`` along ``dim``, which the group's size must divide."""
+    """Returns this rank's piece of ``x`` along ``dim``. The group size must divide that dimension."""
     return _apply_with_gradient(x, group, _take_piece, _gather_pieces, dim % x.dim())
 
 
 def summand_of(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's summand of ``x``, equal on all ranks: all of it on the first, zeros on the others."""
+    """Splits an ``x`` that all ranks share into summands: ``x`` on the first rank, zeros on the others."""
     return _apply_with_gradient(x, group, _keep_on_first_rank, _identity_view)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """The pieces of all ranks along ``dim``; gradients of all ranks are summed."""
+    """Joins the pieces of all ranks along ``dim``. The gradients of all ranks are summed."""
     return _apply_with_gradient(x, group, _gather_pieces, _sum_piece, dim % x.dim())
 
 
@@ -211,7 +211,7 @@ def exchange(
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """``x``; its gradient is multiplied by ``factor``."""
+    """Returns ``x``. Its gradient is multiplied by ``factor``."""
     has_grad = x.requires_grad and torch.is_grad_enabled()  # else no autograd node is added
     return _apply_autograd_pair(x, _identity_view, lambda gradient: gradient * factor) if has_grad else x
 
@@ -226,7 +226,7 @@ def total(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def maximum(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The largest of each element over the group, as a new tensor; no gradient flows through it."""
+    """The element-wise maximum over the group, as a new tensor. No gradient flows through it."""
     if isinstance(group, SimulatedGroup):
         return torch.stack(group.swap(x)).amax(0)
     out = x.clone(memory_format=torch.contiguous_format)
@@ -254,7 +254,7 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
-        ctx.of_gradient = backward  # a function on a gradient; it is no tensor to save
+        ctx.of_gradient = backward  # a function, so there is no tensor to save
         return forward(x)
 
     @staticmethod

@@ -12,8 +12,8 @@ from torch import nn
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.torch_compat import TorchDispatchMode
 
-# Gradients below this share of the largest one are compared on its scale. That of attention's key bias is
-# zero but for rounding: the bias adds one number to all scores of a query, and their softmax is the same.
+# Gradients below this share of the largest one are compared on its scale. The key bias of attention has a
+# zero gradient up to rounding: it shifts all scores of a query equally and leaves their softmax unchanged.
 _FLOOR = 1e-2
 
 
@@ -27,11 +27,11 @@ def sum_of_bits(part: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_sum(tensors: Iterable[torch.Tensor], *, seed: int) -> torch.Tensor | None:
-    """The sum of all elements with random weights, equal on every rank; ``None`` for no tensors."""
+    """The sum of all elements with random weights that are equal on every rank; ``None`` without tensors."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
     total: torch.Tensor | None = None
     for tensor in tensors:
-        # A plain sum is the same for elements in a wrong order, and constant behind a norm or a softmax.
+        # A plain sum misses a wrong order of elements, and it is constant after a norm or a softmax.
         summand = (tensor * torch.randn(tensor.shape, generator=generator).to(tensor)).sum()
         total = summand if total is None else total + summand
     return total
@@ -48,7 +48,7 @@ def gradients_of(total: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[t
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """max|tensor|; 0 for no elements, NaN where one is."""
+    """max|tensor|. 0 for an empty tensor, NaN if any element is NaN."""
     tensor = tensor.detach()
     if not tensor.numel():
         return 0.0
@@ -59,9 +59,9 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def relative_error(actual: torch.Tensor | None, target: torch.Tensor, *, floor: float = 0.0) -> float:
-    """max|actual - target| / max(max|target|, floor), of complex numbers by their parts.
+    """max|actual - target| / max(max|target|, floor). Compares real and imaginary parts separately.
 
-    Infinite for another shape, for integers that differ, and where only one has an infinity or NaN.
+    Infinite for different shapes, for different integers, and where only one has an infinity or NaN.
     """
     if actual is None or actual.shape != target.shape:
         return float("inf")
@@ -72,8 +72,8 @@ def relative_error(actual: torch.Tensor | None, target: torch.Tensor, *, floor: 
         return 0.0 if torch.equal(actual, target) else float("inf")
     error, scale = largest(actual - target), largest(target)
     if not math.isfinite(error + scale):
-        # Infinities and NaN must stand in the same places; the error is that of all other elements.
-        # A reference of nothing but NaN proves nothing.
+        # Infinities and NaN must be in the same places. All other elements determine the error.
+        # A reference that is all NaN proves nothing.
         same = (actual == target) | (actual.isnan() & target.isnan())
         finite = target.isfinite() & actual.isfinite()
         if not bool((finite | same).all()) or bool(target.isnan().all()):
@@ -83,12 +83,12 @@ def relative_error(actual: torch.Tensor | None, target: torch.Tensor, *, floor: 
 
 
 def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
-    """The scale below which gradients are compared as if they were that large."""
+    """The smallest scale for comparing gradients. Smaller gradients use it too."""
     return _FLOOR * max(filter(math.isfinite, map(largest, gradients)), default=0.0)
 
 
 def copy_to_run(module: nn.Module) -> nn.Module:
-    """A copy that shares the parameters' memory; gradients, and buffers that code may write, are its own."""
+    """Copies a module but shares parameter memory. Gradients and buffers, which code may write, are new."""
     return copy_structure(module, lambda kind, x: x.detach() if kind == "parameter" else x.clone(), {})
 
 

@@ -15,7 +15,7 @@ from atorch_ns.capture.operators import METADATA
 from atorch_ns.errors import StepError
 from atorch_ns.sharding.collectives import Group
 
-# Functions whose result for the whole tensor is that for this rank's part.
+# Functions that return the same for this rank's part as for the whole tensor.
 _AUTOGRAD: frozenset[Any] = frozenset(
     {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
     | {Tensor.register_hook}
@@ -49,8 +49,8 @@ class LogitUses:
 
     Attributes:
         losses: the cross-entropies computed on the parts.
-        gathered: descriptions of what needed the whole tensors, by the function's name.
-        changed: names of functions that would have changed them in place.
+        gathered: descriptions of the uses that needed whole tensors, by function name.
+        changed: names of functions that would have changed the tensors in place.
         parameters: trainable tensors that functions on the parts read.
     """
 
@@ -61,10 +61,10 @@ class LogitUses:
 
 
 class DividedTensor(torch.Tensor):
-    """A tensor that looks whole and holds this rank's part.
+    """A tensor that appears whole but holds only this rank's part.
 
-    Functions that a subclass can compute on the part run there. Any other gathers the whole tensor first,
-    which all ranks of the group must do together. Changes in place are refused.
+    Functions that a subclass supports run on the part. All others gather the whole tensor first, which all
+    ranks of the group must do together. In-place changes are refused.
     """
 
     part_name: ClassVar[str]
@@ -77,7 +77,7 @@ class DividedTensor(torch.Tensor):
     _wholes: dict[bool, torch.Tensor]
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, a plain one; collective the first time."""
+        """The whole tensor as a plain tensor. Collective on first use."""
         graph = torch.is_grad_enabled()  # one gathered without a graph has no gradient for later uses
         if graph not in self._wholes:
             self._wholes[graph] = self._gather_whole()
@@ -89,8 +89,8 @@ class DividedTensor(torch.Tensor):
     def of_rank(
         self, whole: torch.Tensor, group: Group, uses: LogitUses
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-        """A rank's part of other values, divided as these are; a function for its share of the whole
-        gradient; and one that presents it as the whole."""
+        """Returns a rank's part of other values divided like these, a function that takes its share of the
+        whole gradient, and a function that presents the part as the whole."""
         raise NotImplementedError
 
     @classmethod
@@ -135,7 +135,7 @@ class DividedTensor(torch.Tensor):
 
 
 def whole_logits(data: Any) -> Any:
-    """``data`` with whole tensors in place of divided ones; collective where there are any."""
+    """Replaces divided tensors in ``data`` by whole ones. Collective if there are any."""
     tensors: list[DividedTensor] = []
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def whole_logits(data: Any) -> Any:
 
 
 def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``func`` writes to one of its arguments."""
+    """Returns whether ``func`` writes to one of its arguments."""
     name = getattr(func, "__name__", "")
     if (
         name in ("__setitem__", "__set__", "__delitem__")

@@ -38,13 +38,13 @@ _SEEDS = 2**62  # seeds of RankRandomness are below it: with a rank added they s
 
 
 def local_part(parameter: Any) -> torch.Tensor:
-    """This rank's part of a divided parameter, through which gradients flow; of a plain tensor, itself."""
+    """This rank's part of a divided parameter, with gradients. A plain tensor is returned as it is."""
     local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local
 
 
 def divide_class(module: nn.Module, style: type) -> None:
-    """Makes a module's class a subclass of it and ``style``, shared by all layers for equal classes."""
+    """Makes a module's class a subclass of it and ``style``. Layers of equal classes share the subclass."""
     whole: Any = type(module)
     module.__class__ = _divided_subclass(style, whole)
 
@@ -62,7 +62,7 @@ def _divided_subclass(style: Any, whole: Any) -> Any:
 def isolated(action: Callable[[], T], device: torch.device) -> T:
     """Runs ``action()`` in a thread of its own, outside autocast, modes and the hooks of a recomputation.
 
-    Those count operations and expect the same again. Random states, which threads share, are restored.
+    Such hooks expect the same operators again. Random states, which threads share, are restored.
     """
 
     def run() -> T:
@@ -108,7 +108,7 @@ class TensorGroup:
         return self  # copies of a model keep their ranks
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that is equal on all ranks, as the input of divided layers; its gradient is summed."""
+        """Prepares a tensor that is equal on all ranks as input of divided layers. Its gradient is summed."""
         return x if self.process_group is None else copy_to(x, self.process_group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Region:
         random: whether random numbers are drawn inside.
         sequence_dim: the dimension along which each rank holds a piece of the sequence outside the region;
             ``None`` where all hold the whole.
-        traced: whether a compiler takes its layers into graphs: they change nothing here then.
+        traced: whether a compiler includes its layers in graphs. They then leave this object unchanged.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Region:
         self.traced = traced
         self.sequence_dim = sequence_dim
         self.gathers = sequence_dim is not None
-        """Whether column-parallel layers gather their input; else a module around them has done it."""
+        """True if column-parallel layers gather their input. Otherwise a module around them does."""
         self._group = group
         self._num_rows = num_rows
         self._rows_left = 0  # rows of the region that are still to come in this pass
@@ -208,7 +208,7 @@ class Region:
         return result
 
     def has_entered(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` has been communicated and not been changed since."""
+        """Returns whether ``x`` has been communicated and not been changed since."""
         return self._entry is not None and self._entry[0] is x and self._entry[1] == x._version
 
     def entered(self, x: torch.Tensor, whole: torch.Tensor | None = None) -> None:
@@ -246,7 +246,7 @@ class Region:
             self._seed_this_rank(device)
 
     def watch(self, module: nn.Module) -> None:
-        """Ends the region with ``module``, which holds it, however its forward pass ends."""
+        """Ends the region when the forward pass of the enclosing ``module`` ends, even by an error."""
         module.register_forward_hook(self._end_region, always_call=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -268,7 +268,7 @@ class Region:
 
 
 class RankRandomness:
-    """Random numbers of each rank's own, from generator states made of the state that ranks share.
+    """Per-rank random numbers. Generator states are derived from the state that ranks share.
 
     Between :meth:`enter` and :meth:`leave` each rank draws different numbers. Then all ranks continue from
     the state they shared, one draw later. A recomputation from the state of :meth:`enter` draws the same.

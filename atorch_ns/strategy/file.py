@@ -70,7 +70,7 @@ class Requires:
     torch: str | None = None
 
     def as_json(self) -> dict[str, JSON]:
-        """Only what is known."""
+        """The known fields."""
         fields: dict[str, JSON] = {"world_size": self.world_size, "device": self.device, "torch": self.torch}
         return {name: value for name, value in fields.items() if value is not None}
 

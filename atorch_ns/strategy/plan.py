@@ -63,7 +63,7 @@ class NarrowProducts:
 
 
 def _only_where(condition: str, default: Any) -> Any:
-    """A field that changes nothing unless ``condition``, one of ``search.space.equivalence``, holds."""
+    """A field that matters only under ``condition``, one of ``search.space.equivalence``."""
     return field(default=default, metadata={"only_where": condition})
 
 
@@ -88,7 +88,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How parameters, gradients and optimizer states are divided over ranks, gathered and reduced.
+    """Division of parameters, gradients and optimizer states over ranks, with gathering and reduction.
 
     Attributes:
         parameters_over, gradients_over, optimizer_over: the axes over which each is sharded.
@@ -129,7 +129,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What the backward pass computes again.
+    """Recomputation in the backward pass.
 
     Attributes:
         kind: whole ``blocks``, or ``selective``: all but the results of some operators.
@@ -141,7 +141,7 @@ class Recomputation:
         selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
         saved_operators: operators whose results are kept: names, or a rule of
             :func:`~atorch_ns.capture.operators.is_saved`.
-        offload_activations: whether what recomputation begins from stays in host memory.
+        offload_activations: whether the inputs of recomputation stay in host memory.
     """
 
     kind: Literal["none", "blocks", "selective"] = "none"
@@ -178,8 +178,8 @@ class SequenceParallelism:
     Attributes:
         exchange: how attention sees tokens of other ranks: heads against tokens (``ulysses``), or keys and
             values that travel from rank to rank (``ring``).
-        blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
-        parallel_loss: whether what comes after the last block, head and loss, is computed on parts too.
+        blocks: selectors of modules that run on a part of a sample; ``None`` for the repeated blocks.
+        parallel_loss: whether the code after the last block (head and loss) runs on parts too.
     """
 
     exchange: Literal["ulysses", "ring"] = "ulysses"
@@ -224,7 +224,7 @@ _WHOLE_GRADIENTS = 0.25
 
 
 class AxisUse(NamedTuple):
-    """How a :class:`Plan` uses axes that divide the model: its fields of these names, unused for one rank."""
+    """Fields of a :class:`Plan` for the axes that divide the model, unused for one rank."""
 
     tensor: TensorParallelism = TensorParallelism()
     sequence: SequenceParallelism = SequenceParallelism()
@@ -253,18 +253,18 @@ def _merge_fields(mine: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the methods of a strategy decide together, before anything is applied.
+    """The joint decisions of a strategy's methods, before anything is applied.
 
     Each method adds its part by ``plan``; all methods read the whole.
 
     Attributes:
         axes: the mesh, ``(name, size)``, innermost first.
         rank_order: the ranks in mesh order; ``None`` for 0, 1, 2, ….
-        gradient_sync: how gradients of different data are combined.
+        gradient_sync: way of combining gradients of different data.
         num_micro_batches: parts of a rank's batch that gradients are accumulated over.
         precision: the dtypes.
         sharding: the sharding of parameters, gradients and optimizer states.
-        recomputation: what the backward pass computes again.
+        recomputation: recomputation in the backward pass.
         offload: whether parameters, gradients and optimizer states stay in host memory.
         offload_optimizer: whether the optimizer updates copies of the weights in host memory, so that
             they and its states are kept there.
@@ -341,7 +341,7 @@ class Plan:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks see different data."""
+        """Number of ranks that see different data."""
         return self.size(DATA_AXES)
 
     @property

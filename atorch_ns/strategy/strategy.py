@@ -144,8 +144,8 @@ class Strategy:
 
     Attributes:
         steps: the methods.
-        requires: what it was resolved for (number of processes, device, torch); empty where unknown.
-        provenance: where it came from: versions, model fingerprint, measured figures. JSON values.
+        requires: setting that it was resolved for (number of processes, device, torch); empty if unknown.
+        provenance: origin as JSON values: versions, model fingerprint, measured figures.
 
     Example:
         >>> Strategy(["fsdp", ("amp_native", "bf16")]).names
@@ -169,7 +169,7 @@ class Strategy:
 
     @property
     def provenance(self) -> dict[str, JSON]:
-        """Where the strategy came from; a new copy at every access."""
+        """The strategy's origin, a new copy at every access."""
         value: dict[str, JSON] = json.loads(self._provenance)
         return value
 

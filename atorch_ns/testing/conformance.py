@@ -82,11 +82,11 @@ class MethodConformance:
         method: the method's class.
         configs: configs as users write them, shorthand among them; ``None`` for the defaults.
         bad_configs: pairs of a config to refuse and the key that the refusal names, ``None`` for the whole.
-        partners: what must stand beside the method in a strategy for it to work.
+        partners: other methods that a strategy needs for the method to work.
         cases: the models it is tried on, of :mod:`atorch_ns.testing.models`.
         num_ranks: the world size of the runs on several ranks.
         failing_rank: the rank that fails alone, where one is made to; from the end if negative.
-        param_tol, loss_tol: how far a parameter, in units of its update, and a loss may be off.
+        param_tol, loss_tol: tolerances of a parameter, in units of its update, and of a loss.
         global_batch: samples a step. Reduced precision needs many: ``BF16_GLOBAL_BATCH``.
         reference: further arguments of ``reference_run``, as ``autocast_dtype`` for the method's precision.
     """

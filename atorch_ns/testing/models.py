@@ -55,7 +55,7 @@ _NO_DROPOUT: Final[Mapping[str, Any]] = {"hidden_dropout_prob": 0.0, "attention_
 
 
 def make_llama(**settings: Any) -> nn.Module:
-    """Two layers, four heads, two of keys and values, an untied head; config ``settings`` replace these."""
+    """Two layers, four query heads, two key-value heads, untied output head. ``settings`` replace these."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**{**_SIZES, **_TOKENS, **_DECODER, **settings}))

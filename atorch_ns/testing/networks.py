@@ -146,7 +146,7 @@ class TiedLlama(nn.Module):
 
 
 class _MultiHeadAttention(nn.Module):
-    """Attention of ``x`` [B, T, D] to ``memory`` [B, S, D], with biases and a number of heads; [B, T, D]."""
+    """Multi-head attention with biases of ``x`` [B, T, D] to ``memory`` [B, S, D], giving [B, T, D]."""
 
     def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ BF16_GLOBAL_BATCH: Final = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What a run did.
+    """Record of a training run.
 
     Attributes:
         losses: the mean loss over the global batch at each step, before the step's update.
@@ -50,7 +50,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """How far a run is from its reference.
+    """Deviation of a run from its reference.
 
     Attributes:
         max_param_error: the largest entry of ``param_errors``; infinite when anything is not finite.
@@ -70,7 +70,7 @@ class ParityReport:
     unexpected: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Some lines for a person, the worst parameters first."""
+        """A readable summary of some lines, the worst parameters first."""
         worst = sorted(self.param_errors.items(), key=lambda item: -item[1])[:5]
         lines = [f"loss off by {self.max_loss_error:.2e}, weights at the start by {self.initial_error:.2e}"]
         lines += [f"missing: {', '.join(self.missing)}"] if self.missing else []
@@ -107,16 +107,16 @@ def train(
     max_norm: float | None = None,
     device: str = "cpu",
 ) -> Trajectory:
-    """The plain loop, one optimizer step a batch. In a process group the losses are averaged over the ranks.
+    """Runs the plain loop, one optimizer step per batch. A process group averages losses over its ranks.
 
     Args:
         model: possibly wrapped; called as the case says.
         optimizer: over the model's parameters.
         batches: this rank's part of each global batch.
         case: gives the loss.
-        autocast_dtype: run forward under ``torch.autocast`` with this dtype; None: do not.
-        max_norm: clip the gradients' norm; None: do not.
-        device: where the model is and the batches go, "cpu" or "cuda".
+        autocast_dtype: dtype for ``torch.autocast`` in the forward pass; None for no autocast.
+        max_norm: norm to clip gradients to; None for no clipping.
+        device: device of model and batches, "cpu" or "cuda".
     """
     initial, losses = snapshot(model), []
     for on_cpu in batches:
@@ -146,7 +146,7 @@ def reference_run(
     device: str = "cpu",
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> Trajectory:
-    """What one process with plain torch does with the case: the truth that strategies are held to.
+    """Trains the case in one process with plain torch, as the reference for strategies.
 
     The batches are those of ``SyntheticDataset(case, steps * global_batch, seed=seed)`` in order.
 
@@ -277,7 +277,7 @@ def accelerate_case(
     Args:
         case: model, data and loss.
         strategy: strategy, in any form of ``load_strategy``.
-        steps: how many global batches the data holds.
+        steps: number of global batches in the data.
         global_batch: samples a step, over all ranks.
         seed: seed of the data.
         model: replacement for the case's own model.
@@ -320,7 +320,7 @@ def accelerated_run(
 
 
 def whole_parameters(result: Result) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of all parameters of the user's model, whole, by the user's names; collective.
+    """Whole CPU copies of all parameters of the user's model, by the user's names. Collective.
 
     As :func:`snapshot` of the plain model, on every rank. Where the job keeps fp32 masters, those.
     """

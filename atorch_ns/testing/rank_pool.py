@@ -72,7 +72,7 @@ class RankFiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """End of the function on one rank, as the rank reports it.
+    """Outcome of the function on one rank, as the rank reports it.
 
     Attributes:
         value: the pickled return value; None when the function raised.

@@ -101,7 +101,7 @@ def catch_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
 ) -> list[Outcome[T]]:
-    """Like :func:`run_ranks`, but every rank ends by itself, and its outcome has its failure, not raised.
+    """Like :func:`run_ranks`, but every rank ends by itself, and failures are in outcomes, not raised.
 
     A rank that raised keeps its connections for two seconds and then exits; a peer that waits for it in a
     collective then sees a broken connection. A rank still running at the limit is "timed_out".

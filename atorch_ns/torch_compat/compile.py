@@ -19,7 +19,7 @@ from atorch_ns.torch_compat.modules import hooks_inside
 
 
 def num_graphs() -> int:
-    """Number of graphs compiled so far (``torch._dynamo.utils.counters``); cheap to read."""
+    """Returns the number of graphs compiled so far (``torch._dynamo.utils.counters``). Cheap to read."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))
@@ -55,7 +55,7 @@ def leave_uncompiled() -> None:
 
 
 def micro_pipelined(mode: str | None) -> dict[str, Any]:
-    """Options of inductor, those of ``mode`` included, that join a gather or scattered sum with its product.
+    """Inductor options, including those of ``mode``, that fuse a gather or scattered sum with its product.
     One operator on symmetric memory then exchanges a piece while it multiplies another
     (``torch._inductor.fx_passes.micro_pipeline_tp``)."""
     options = {} if mode is None else torch._inductor.list_mode_options(mode)
@@ -75,7 +75,7 @@ class CompileRecord(NamedTuple):
 
 
 def compile_records(since_us: int) -> list[CompileRecord]:
-    """Attempts after ``since_us`` (microseconds since the epoch), of the last few dozen that torch keeps."""
+    """Attempts after ``since_us`` (microseconds since the epoch). torch keeps only the last few dozen."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return [
@@ -88,7 +88,7 @@ def compile_records(since_us: int) -> list[CompileRecord]:
 
 def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any) -> None:
     """Has calls of a module run ``watch(compiled, *args, **kwargs)`` with its compiled forward pass.
-    Hooks are not traced, unlike by ``module.compile()``. Copies leave ``_compiled_call_impl`` out."""
+    Unlike ``module.compile()``, it does not trace hooks. Copies omit ``_compiled_call_impl``."""
     run = partial(watch, torch.compile(module.forward, **options))
     module._compiled_call_impl = _CompiledCall(module, run)
 
@@ -96,11 +96,11 @@ def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any
 class _CompiledCall:
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module, self._run = module, run
-        self._override = vars(module).get("forward")  # where a module replaces its class's
+        self._override = vars(module).get("forward")  # set if a module replaces the method of its class
         self.note_inner_hooks()
 
     def note_inner_hooks(self) -> None:
-        """Takes the hooks on modules inside of this one, as they are, for those that are compiled with it."""
+        """Records the present hooks on inner modules as those that are compiled with this module."""
         self._tables = hooks_inside(self._module)
         self._num_hooks = sum(map(len, self._tables))
 
@@ -129,7 +129,7 @@ class _CompiledCall:
 
 
 def note_inner_hooks(models: Iterable[nn.Module]) -> None:
-    """Takes present hooks inside compiled modules as compiled; a module with later ones runs uncompiled."""
+    """Records hooks inside compiled modules as compiled. A module with later hooks runs uncompiled."""
     for module in (module for model in models for module in model.modules()):
         if isinstance(module._compiled_call_impl, _CompiledCall):
             module._compiled_call_impl.note_inner_hooks()
@@ -145,11 +145,11 @@ _SETTLING_S = 0.005  # time for threads of process groups to release buffers
 
 
 class CpuMemoryRecord:
-    """Bytes of CPU tensor memory that are alive, at every allocation and release between start and stop.
+    """Live bytes of CPU tensor memory at every allocation and release between start and stop.
 
     torch's CPU allocator reports every allocation and release, in Python or C++ (gradients, DDP's buckets,
     buffers of collectives), to the profiler, which sees the thread that started it and its workers. The count
-    in each event is of all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. Without it the
+    in each event covers all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. Without it the
     count drifts, since a gloo thread may release memory that the main thread allocated.
     """
 
@@ -158,7 +158,7 @@ class CpuMemoryRecord:
         self._profiler: Any = None
 
     def count(self, on: bool) -> None:
-        """Switches the allocator's count of all threads on or off; earlier allocations are not in it."""
+        """Switches the allocator's count for all threads on or off. It excludes earlier allocations."""
         if self._flag is not None:
             self._flag.value = on
 
@@ -169,7 +169,7 @@ class CpuMemoryRecord:
             self._profiler.__enter__()
 
     def stop(self) -> list[int]:
-        """Ends the record; the counts in the order of time."""
+        """Ends the record and returns the counts in order of time."""
         # Process groups release buffers a moment after a step; the profiler takes no events while it ends.
         time.sleep(_SETTLING_S)
         torch.empty(1)  # its release records the present count

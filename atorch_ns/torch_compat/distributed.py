@@ -24,7 +24,7 @@ from atorch_ns.torch_compat.modules import PackageHook
 
 
 def share_memory_along(group: dist.ProcessGroup) -> None:
-    """Lets the ranks of a group of CUDA devices read each other's memory; inductor joins nothing without it.
+    """Lets the ranks of a group of CUDA devices read each other's memory. Inductor fuses nothing without it.
     torch warns that the call is not needed (``torch.distributed._symmetric_memory``)."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -34,7 +34,7 @@ def share_memory_along(group: dist.ProcessGroup) -> None:
 
 
 def functional_all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The pieces of all ranks joined along ``dim``, as inductor looks for it (``_c10d_functional``)."""
+    """Joins the pieces of all ranks along ``dim`` in the form inductor looks for (``_c10d_functional``)."""
     if x.dtype.is_floating_point and x.dtype.itemsize == 1 and dist.get_backend(group) == "gloo":
         # which sends no float8
         return functional_all_gather(x.view(torch.uint8), dim, group).view(x.dtype)
@@ -56,7 +56,7 @@ def functional_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGrou
 
 
 def functional_maximum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest of each element over the group, which a compiler takes into a graph."""
+    """The element-wise maximum over the group. A compiler can include it in a graph."""
     collectives = torch.ops._c10d_functional
     maximum: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x, "max", group.group_name))
     return maximum
@@ -151,17 +151,17 @@ def process_groups() -> list[Any]:
 
 
 def default_store() -> Any:
-    """The key-value store by which the ranks of the default process group have met."""
+    """The key-value store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def send_parts(optimizer: Any) -> None:
-    """Sends each rank's updated weights to others (``ZeroRedundancyOptimizer`` or ``OSS``); collective."""
+    """Sends each rank's updated weights to others (``ZeroRedundancyOptimizer`` or ``OSS``). Collective."""
     (optimizer._sync_params if hasattr(optimizer, "_sync_params") else optimizer._broadcast_params)()
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Starts a default process group that communicates nothing: tensors stay, and no rank is waited for."""
+    """Starts a default process group without communication. Tensors stay as they are, and no rank waits."""
     from torch.testing._internal.distributed import fake_pg
 
     join = dist.distributed_c10d.init_process_group
@@ -169,33 +169,33 @@ def join_fake_group(rank: int, world_size: int) -> None:
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether a placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
+    """Returns whether a placement divides shards of later mesh dimensions again (``_StridedShard``)."""
     from torch.distributed.tensor import placement_types  # these imports take a while
 
     return isinstance(placement, placement_types._StridedShard)
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and sizes of this rank's part of a DTensor, also if it is divided twice along a dimension."""
+    """Offset and sizes of this rank's part of a DTensor, even if one dimension is divided twice."""
     (chunk,) = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 OPERATOR_CALLS = str(torch._ops.__file__)
-"""The file from which torch calls its operators (``torch._ops``), also those that wait for other ranks."""
+"""The file from which torch calls its operators (``torch._ops``), including collectives that wait."""
 BACKWARD_FUNCTION = "_engine_run_backward"
 """The function of ``torch.autograd.graph`` that a thread's stack shows while it runs a backward pass."""
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass, as a recomputation does."""
+    """Returns whether this thread runs a backward pass, as a recomputation does."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None:
     """Calls ``action`` after the running backward pass (``Variable._execution_engine.queue_callback``).
 
-    With ``in_turn`` it keeps its place among others' callbacks; else it runs after all of them.
+    With ``in_turn`` it runs in order among other callbacks. Otherwise it runs after all of them.
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(action if in_turn else lambda: engine.queue_callback(action))
@@ -203,7 +203,7 @@ def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None
 
 def visit_first(tensors: Iterable[torch.Tensor]) -> None:
     """Has a backward pass visit the nodes of ``tensors`` before other nodes that exist and are ready then.
-    Autograd takes the highest number first, and numbers nodes in the order of the forward pass."""
+    Autograd visits the highest number first. It numbers nodes in the order of the forward pass."""
     nodes = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
     # In a backward pass, as in a recomputation, numbers are those of its thread, and smaller.
     if not nodes or in_backward() or torch.is_inference_mode_enabled():
@@ -217,15 +217,15 @@ def visit_first(tensors: Iterable[torch.Tensor]) -> None:
 def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Calls ``hook`` before autograd adds to a gradient; ``fully_shard`` adds to its own otherwise."""
     parameter.register_hook(PackageHook(hook))
-    # torch.utils.swap_tensors leaves what calls the hooks of before with the other tensor.
+    # torch.utils.swap_tensors leaves the caller of earlier hooks with the other tensor.
     parameter._backward_hooks = parameter._backward_hooks
 
 
 def after_accumulation(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Calls a method with a parameter after each backward pass that adds to its gradient, also if thawed.
+    """Calls a method with a parameter after each backward pass that adds to its gradient, even once thawed.
 
     torch registers such a hook on trained parameters alone, and keeps it while they are frozen. Python's
-    collector sees no end of what the hook holds, so others must keep the method's object.
+    collector cannot see references that the hook holds, so others must keep the method's object alive.
     """
     call = WeakMethod(method)
     is_trained = parameter.requires_grad
@@ -243,7 +243,7 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def unreached_parameters(model: DistributedDataParallel) -> list[int]:
-    """Places in DDP's order of the parameters, a hundred at most, that a backward pass left out."""
+    """Indices in DDP's order of the parameters that a backward pass missed, at most a hundred."""
     try:
         model._check_reducer_finalized()
     except RuntimeError as error:
@@ -257,7 +257,7 @@ def unreached_parameters(model: DistributedDataParallel) -> list[int]:
 def pipeline_orders(
     class_name: str, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int
 ) -> list[list[tuple[str, int, int]]]:
-    """The passes of every rank in the order in which a pipeline schedule of torch runs them.
+    """Returns the passes of every rank in the order in which torch's pipeline schedule runs them.
 
     Calls ``_calculate_single_rank_operations`` of a schedule that was not constructed: the constructor needs
     stages with a process group, and plans every send and receive of all ranks.
@@ -291,7 +291,7 @@ def accumulate_after_backward(module: nn.Module) -> None:
     """Adds gradients that came after a backward pass to those that ``fully_shard`` or ``replicate`` keeps, in
     the dtype in which it reduces them, as its hooks do (``FSDPParamGroup.post_backward``)."""
     for parameter in parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule)):
-        if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+        if hasattr(parameter, "_unsharded_param"):  # it has been gathered before
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
@@ -325,7 +325,7 @@ def show_gathered(units: Iterable[FSDPModule]) -> None:
 
 def show_shards(units: Iterable[FSDPModule]) -> bool:
     """Has modules of ``fully_shard`` and ``replicate`` show their shards, and tells whether any was gathered.
-    A backward pass frees gathered memory, with what a user has computed of it."""
+    A backward pass frees gathered memory and the user's values computed in it."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
     parameters = [p for p in parameters_of(units) if p.sharded_state == ShardedState.UNSHARDED]
@@ -360,7 +360,7 @@ def begin_root(root: nn.Module) -> None:
 
 
 def reduce_after_backward(module: nn.Module) -> None:
-    """Reduces gradients that ``fully_shard`` or ``replicate`` still keeps, of passes without their hooks."""
+    """Reduces gradients that ``fully_shard`` or ``replicate`` still holds from passes without their hooks."""
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     holder: Any = SimpleNamespace(submod=module)
@@ -387,7 +387,7 @@ def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
     """A ``GradScaler`` that checks this rank's part of every gradient (``_unscale_grads_``).
 
     torch's own checks DTensors on one mesh together, and refuses gradients on several meshes or beside plain
-    ones. The flags of this one are of this rank alone: combine them over all ranks.
+    ones. The flags of this one cover this rank alone. Combine them over all ranks.
     """
 
     class LocalGradScaler(torch.amp.GradScaler):

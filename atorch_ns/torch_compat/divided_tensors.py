@@ -32,9 +32,9 @@ _aten = torch.ops.aten
 def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
     """Lets every operator take divided tensors, alone and beside plain ones, with the result of one process.
 
-    Plain tensors count as this rank's: alike on all ranks, or of its part of the batch, so gradients computed
-    with them are averaged over the ranks. Every rank must take part, since all exchange their parts. Random
-    numbers differ from part to part on CPUs, too.
+    A plain tensor is equal on all ranks or belongs to this rank's part of the batch. So gradients computed
+    with it are averaged over the ranks. Every rank must take part, since all exchange their parts. Random
+    numbers differ between parts on CPUs too.
 
     Args:
         models: models with divided parameters, or the parts of one.
@@ -146,7 +146,7 @@ def _read_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 _OBSERVERS: list[WeakMethod[Callable[[DeviceMesh], None]]] = []
-"""Methods that are told of each gathering, for as long as their objects live."""
+"""Methods that are notified of each gathering while their objects live."""
 
 
 def observe_gathering(method: Callable[[DeviceMesh], None]) -> None:
@@ -178,7 +178,7 @@ def _laid_beside(whole: torch.Tensor, target: DTensor) -> DTensor:
 
 
 def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
+    """A DTensor in the layout of ``like`` with ``local`` as this rank's part. Both share memory."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -190,7 +190,7 @@ def _let_mixed_through() -> None:
 
 
 class _Mixed:
-    """Stands for torch's view of arguments with plain tensors, which it would take for alike on all ranks."""
+    """Replaces torch's view of arguments with plain tensors, which assumes that all ranks have equal ones."""
 
 
 def _plain_leaves(*arguments: Any) -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ def _plain_leaves(*arguments: Any) -> list[torch.Tensor]:
 def _find_mixed(
     torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    # A 0-d tensor is equal on all ranks, except with a gradient: a loss depends on this rank's samples.
+    # A 0-d tensor without a gradient is equal on all ranks. A loss depends on this rank's samples.
     is_read = not operator._schema.is_mutable and torch.is_grad_enabled()
     is_write_to_plain = operator._schema.is_mutable and not _written_tensors(operator, args, kwargs)
     for plain in _plain_leaves(args, kwargs):
@@ -245,7 +245,7 @@ def _compute_unremembered(operator: Any, args: tuple[Any, ...], info: Any, shard
 
 
 def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on gathered tensors, collective; a plain result, or the tensors that it has written to."""
+    """Runs an operator on gathered tensors. Returns a plain result or the written tensors. Collective."""
     if operator.namespace in ("c10d", "_c10d_functional"):
         raise StepError(
             f"a collective ({operator.name()}) got a divided tensor. Gradients of divided weights are already averaged, and "
@@ -325,7 +325,7 @@ def _average_gradients(tensor: DTensor) -> None:
             return gradient.redistribute(placements=placements)
         if torch.is_grad_enabled():
             raise StepError(NO_SECOND_DERIVATIVE)
-        # The gradient comes from this rank's loss; the mean over ranks is that of their mean loss.
+        # The gradient comes from this rank's loss. The mean over ranks is the gradient of the mean loss.
         summand = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
         return summand.redistribute(placements=placements)
 
@@ -340,11 +340,11 @@ _VIEWS = (
     _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.as_strided.default,
     _aten.unfold.default, _aten._reshape_alias.default,
 )  # fmt: skip
-"""Views for which torch may gather, so that they are copies."""
+"""Views for which torch may gather. Such views are copies."""
 _VIEW_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Copies in the place of views: the divided tensor that they were taken of, and how."""
+"""The source tensor and the view steps of each copy that replaces a view."""
 _OF_TORCH: dict[Any, Any] = {}
-"""What was registered for an operator before this module's function."""
+"""Earlier handlers of operators, before this module registered its own."""
 
 
 def _register_handler(operator: Any, handler: Callable[..., Any]) -> None:
@@ -366,7 +366,7 @@ def _as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _follow_view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of a divided tensor; where it is a copy, writes to it are followed until it is gone."""
+    """A view of a divided tensor. If it is a copy, writes to it are propagated until it is freed."""
     source = args[0]
     try:
         result = _as_torch(operator, args, kwargs)
@@ -426,7 +426,7 @@ def _operators_named(prefix: str) -> list[Any]:
 
 
 def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A write in place; if it is to a copy in the place of a view, to what that was taken of, too."""
+    """Writes in place. A write to a copy that replaces a view also updates the source tensor."""
     if not _VIEW_COPIES:  # all copies are gone: nothing is to be followed
         for op, _ in _changing_operators():
             handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers

@@ -20,10 +20,10 @@ _WRONG = frozenset(["aten.native_group_norm.default", "aten.linalg_solve_triangu
 
 
 def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
-    """Rules of a call by torch's strategies for DTensors; empty where it has none under the known names.
+    """Rules of a call from torch's DTensor strategies; empty if torch has none under the known names.
 
     Args:
-        call, whole: a call of an operator, and the rule that divides nothing of it, to be copied.
+        call, whole: an operator call, and the rule without any division, which serves as a template.
     """
     try:
         placements = dict.fromkeys(_strategy_placements(call, degree))
@@ -41,7 +41,7 @@ def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
 
 
 def _can_place(placement: Any, spec: Any, degree: int, is_result: bool) -> bool:
-    """Whether a tensor may be placed so in equal pieces; a result also as sums of real numbers."""
+    """True if a tensor can have this placement in equal pieces. Results can also be sums of real numbers."""
     if type(placement) is Shard:
         return (
             placement.dim < len(spec.shape)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def fake_tensor_mode() -> AbstractContextManager[Any]:
     """A mode in which tensors have shapes, dtypes and storages but no memory (``torch._subclasses``).
 
-    Real tensors that meet fake ones are taken as fake too.
+    Real tensors combined with fake ones are treated as fake too.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,7 +41,7 @@ def _start_autograd() -> None:
 
 
 def exporting_fake_mode() -> AbstractContextManager[Any]:
-    """A fake mode with sizes that may vary; ``torch.export`` takes its tensors for parameters and inputs."""
+    """A fake mode with dynamic sizes. ``torch.export`` accepts its tensors as parameters and inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -50,7 +50,7 @@ def exporting_fake_mode() -> AbstractContextManager[Any]:
 
 
 def sample_size(size: int | torch.SymInt, otherwise: int) -> int:
-    """The sample's value of a size that may vary; ``otherwise`` for one that depends on values."""
+    """The value of a dynamic size in the sample; ``otherwise`` for a size that depends on data."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else otherwise
@@ -64,7 +64,7 @@ def fake_tensor_type() -> type[torch.Tensor]:
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
-    """Suspends the fake mode that is active: what runs inside is real."""
+    """Suspends the active fake mode. Code inside runs on real tensors."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -84,7 +84,7 @@ def quiet_fake_kernels() -> Iterator[None]:
 
 @contextmanager
 def gpu_described(index: int, name: str, total_memory: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Answers what packages ask of the GPU when they are imported, so that the question does not start CUDA.
+    """Answers queries about the GPU by packages during their import, so that these do not start CUDA.
 
     torchao asks by ``torch.utils._triton.has_triton``, through ``torch._dynamo.device_interface``, whose
     cache of answers is cleared at the end.
@@ -126,8 +126,8 @@ _DROPOUT_OF_HEADS = list(inspect.signature(functional.multi_head_attention_forwa
 
 
 class DropoutOfGpus(TorchFunctionMode):
-    """Runs dropout on a CPU as GPUs do: as one operator with a mask of bytes, and not in fused attention,
-    since the CPU has no such kernel, and those of GPUs draw the mask again."""
+    """Runs dropout on a CPU as GPUs do: one operator with a byte mask. It is kept out of fused attention,
+    since the CPU has no such kernel and GPU kernels draw the mask again."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -141,14 +141,14 @@ class DropoutOfGpus(TorchFunctionMode):
                 return torch.native_dropout(tensor, p, True)[0]
         if func is functional.scaled_dot_product_attention and len(args) < 5:
             options["dropout_p"] = 0.0
-        # What it calls is not seen here. Without weights it computes fused attention.
+        # Its inner calls do not reach this mode. Without weights it computes fused attention.
         if func is functional.multi_head_attention_forward and not options.get("need_weights", True):
             args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
         return func(*args, **options)
 
 
 def count_operators(action: Callable[[], object]) -> int:
-    """Number of operators without views that ``action`` starts forward and backward (by a dispatch mode)."""
+    """Counts the operators, except views, that ``action`` runs forward and backward (by a dispatch mode)."""
 
     class Counter(TorchDispatchMode):
         count: int = 0
@@ -170,7 +170,7 @@ def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` calls this, whose gradients are the caller's."""
+    """Returns whether code runs inside a ``torch.func`` transform, which leaves gradients to the caller."""
     from torch._C._functorch import peek_interpreter_stack
 
     return peek_interpreter_stack() is not None
@@ -186,7 +186,7 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """Parts of a value registered with ``_pytree``, and a function that makes one of others, or ``None``."""
+    """Children of a ``_pytree``-registered value and a function that rebuilds it from others, or ``None``."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         return None
@@ -195,5 +195,5 @@ def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]]
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view for autograd: an operator in place on it rewrites the base's history too."""
+    """True if a tensor is a view for autograd: in-place operators on it also rewrite its base's history."""
     return tensor._is_view()

@@ -10,9 +10,9 @@ QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class FlashAttention:
-    """Flash attention of aten and its backward, without dropout or mask; off CPUs in fp16 and bf16 alone.
+    """aten's flash attention and its backward, without dropout or mask. fp16 or bf16 only, except on CPUs.
 
-    Tensors are [B, H, T, E] and [B, H, S, E]; the logarithm of the sum is float32 [B, H, T].
+    Tensors are [B, H, T, E] and [B, H, S, E]. The log-sum-exp is float32 [B, H, T].
 
     Args:
         device_type: the type of the tensors' device.
@@ -24,7 +24,7 @@ class FlashAttention:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention and the logarithm of its sum of exponentials."""
+        """Returns attention and its log-sum-exp."""
         if self._is_cpu:
             operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             out, lse = operator(query, key, value, 0.0, causal, scale=scale)
@@ -41,7 +41,7 @@ class FlashAttention:
         causal: bool,
         scale: float,
     ) -> QueryKeyValue:
-        """Gradients of queries, keys and values, given those three, and result and logarithm."""
+        """Returns gradients of queries, keys and values from these three, the result and the log-sum-exp."""
         query, key, _ = tensors
         out, lse = result
         if self._is_cpu:
@@ -59,7 +59,7 @@ class FlashAttention:
 
 @functools.cache
 def onednn_computes_in(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels for ``dtype`` on this CPU; operators use ATen's own where it has none."""
+    """Returns whether oneDNN has ``dtype`` kernels on this CPU. Otherwise operators use ATen's own."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -75,7 +75,7 @@ def onednn_block() -> int:
 
 
 def has_matrix_tiles() -> bool:
-    """Whether the CPU has AMX, whose kernels oneDNN prefers in reduced precision.
+    """Returns whether the CPU has AMX, whose kernels oneDNN prefers in reduced precision.
 
     Every CPU with AMX computes in fp16: where oneDNN does not, both are disabled (``ONEDNN_MAX_CPU_ISA``).
     """

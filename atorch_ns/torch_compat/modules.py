@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 
 
 class SetsInside:
-    """Precedes a wrapper's class: attributes a loop sets (``block.drop_path = 0.1``) go to ``inside``."""
+    """Mixin of wrapper classes. Attributes set by a loop (``block.drop_path = 0.1``) go to ``inside``."""
 
     inside: str
 
@@ -33,7 +33,7 @@ class CheckpointWrapper(SetsInside, torchs.CheckpointWrapper):
 
 
 def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:
-    """``module`` in such a wrapper."""
+    """Wraps ``module`` in a :class:`CheckpointWrapper`."""
     wrapper = torchs.CheckpointWrapper(module, checkpoint_fn=checkpoint_fn)
     wrapper.__class__ = CheckpointWrapper  # whose own attributes are there by now
     return wrapper
@@ -57,24 +57,24 @@ WRAPPER_PREFIXES = (
 
 
 def pipeline_unit(module: nn.Module) -> tuple[str, nn.Module]:
-    """The path (``"._pipeline_unit"``) and module inside a pipeline unit; any other itself, with no path."""
+    """Path (``"._pipeline_unit"``) and inner module of a pipeline unit; empty path and itself for others."""
     inner = module._modules["_pipeline_unit"] if "_pipeline_unit" in module._modules else None  # noqa: SIM401
     return ("", module) if inner is None else ("._pipeline_unit", inner)
 
 
 def is_stand_in(module: nn.Module) -> bool:
-    """Whether a module is the placeholder of one that other ranks of a pipeline hold."""
+    """Returns whether a module is a placeholder for a module on other pipeline ranks."""
     return bool(getattr(type(module), "is_stand_in", False))
 
 
 def stood_for(module: nn.Module) -> nn.Module:
-    """The other rank's module, without memory, that a stand-in replaces; any other module itself."""
+    """The module without memory that a stand-in replaces; any other module is returned itself."""
     original: nn.Module = module.__dict__["_original"] if is_stand_in(module) else module
     return original
 
 
 def plain_name(name: str) -> str:
-    """A dotted path as the model without inner wrappers has it."""
+    """Removes inner wrappers from a dotted path."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "").removesuffix("." + prefix.removesuffix("."))
     return name
@@ -109,43 +109,43 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class PackageHook(partial[None]):
-    """A hook that this package has registered, which no user waits for."""
+    """A hook registered by this package and not by a user."""
 
 
 _TAKEN = PackageHook(lambda _: None)
 
 HookTable = dict[int, Any] | None
-"""Functions that wait for a parameter's gradient, by the numbers of their handles; ``None`` for none."""
+"""Hooks on a parameter's gradient by handle number; ``None`` if there are none."""
 
 
 def hook_tables(parameter: torch.Tensor) -> tuple[HookTable, HookTable]:
-    """Those of ``register_hook`` and of ``register_post_accumulate_grad_hook``."""
+    """The hook tables of ``register_hook`` and ``register_post_accumulate_grad_hook``."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether something waits for a parameter's gradient, the package's own hooks among it."""
+    """Returns whether a parameter's gradient has any hook, including the package's own."""
     return any(hook is not _TAKEN for table in hook_tables(parameter) if table for hook in table.values())
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it calls hooks around its steps; without ``Optimizer.__init__`` it does not."""
+    """Returns whether an optimizer has step hooks. It has none without ``Optimizer.__init__``."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What it calls after its steps (``_optimizer_step_post_hooks``)."""
+    """The hooks that an optimizer calls after its steps (``_optimizer_step_post_hooks``)."""
     return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
 
 
 def has_user_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a user's function waits for a parameter's gradient."""
+    """Returns whether a parameter's gradient has a user's hook."""
     tables = (table for table in hook_tables(parameter) if table)
     return any(not isinstance(hook, PackageHook) for table in tables for hook in table.values())
 
 
 class TakenHook:
-    """A user's function that autograd calls no more; its handle still removes it."""
+    """A user's hook that autograd no longer calls. Its handle can still remove it."""
 
     def __init__(self, table: dict[int, Any], number: int) -> None:
         self._table, self._number, self._hook = table, number, table[number]
@@ -153,16 +153,16 @@ class TakenHook:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the user has not removed it."""
+        """False after the user has removed the hook."""
         return self._number in self._table
 
     def __call__(self, value: torch.Tensor) -> Any:
-        """What the function returns."""
+        """Calls the user's function."""
         return self._hook(value)
 
 
 def take_hooks(table: HookTable) -> list[TakenHook]:
-    """Takes the user's functions of a table."""
+    """Removes the user's functions from a table and returns them."""
     users = [number for number, hook in (table or {}).items() if not isinstance(hook, PackageHook)]
     return [TakenHook(table, number) for number in users if table is not None]
 
@@ -174,7 +174,7 @@ _HOOKS = (
 
 
 def hooks_inside(module: nn.Module) -> list[Any]:
-    """The tables of hooks on the modules inside a module; they stay when hooks come and go."""
+    """Hook tables of the modules inside a module. They persist when hooks are added or removed."""
     inside = (inner for inner in module.modules() if inner is not module)
     return [getattr(inner, kind) for inner in inside for kind in _HOOKS if hasattr(inner, kind)]
 

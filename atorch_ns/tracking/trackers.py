@@ -63,7 +63,7 @@ class JsonlTracker:
     def _open_file(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         has_torn_line = _ends_within_a_line(self.path)
-        # Unbuffered: a buffer would keep what a full disk refuses, and write the rest of it later.
+        # Unbuffered: a buffer would keep bytes that a full disk refuses, and write the rest of them later.
         file = FileIO(self.path, "a")
         if has_torn_line:  # by a process that was killed: the next row shall be a line of its own
             try:

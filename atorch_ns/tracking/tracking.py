@@ -54,7 +54,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what is not written yet, and ends; may be called twice, and without any :meth:`log`."""
+        """Writes pending numbers, and ends. May be called twice, and without any :meth:`log`."""
         ...
 
 
@@ -65,7 +65,7 @@ class Numbers:
         self._reported_names: set[str] = set()
 
     def of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Numbers, booleans, and tensors or arrays without a dim, as floats. A CUDA tensor is waited for."""
+        """Converts numbers, booleans, tensors and arrays without a dim to floats. Waits for CUDA tensors."""
         floats = {}
         for name, value in metrics.items():
             try:
@@ -102,7 +102,7 @@ def _to_float(value: Any) -> float:
 
 
 class StepMeter:
-    """The numbers of training steps, under the names of ``METRICS``; of one rank, without communication.
+    """Numbers of one rank's training steps, under the names of ``METRICS``, without communication.
 
     Args:
         device: the rank's device.
@@ -125,7 +125,7 @@ class StepMeter:
         self._num_steps = 0
 
     def step(self) -> None:
-        """A step has been given to the device. Reads a clock once, for the first one."""
+        """Notes that a step was given to the device. Reads a clock once, at the first step."""
         if self._since is None:
             self._since = self._clock()
         else:
@@ -196,7 +196,7 @@ class Tracking:
         self._is_closed = tracker is None
 
     def __call__(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
-        """A step has been done: logs it, if it is its turn."""
+        """Logs a finished step if it is due."""
         if self._is_closed:
             return
         self._meter.step()
@@ -253,7 +253,7 @@ def check_every(every: object) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory held since the process began: on CUDA of tensors, else the process's resident set."""
+    """Returns the peak memory since the process began: tensors on CUDA, else the process's resident set."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource  # not on Windows

@@ -31,7 +31,7 @@ class _Strict:
 
 @dataclass
 class _TypeWithArgs(_Strict):
-    """What is made as ``type(**args)``."""
+    """An object created as ``type(**args)``."""
 
     type: Named = None
     args: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class _TypeWithArgs(_Strict):
 
 @dataclass
 class _TypeOfData(_Strict):
-    """What is made as ``type(**args)`` of each kind of data."""
+    """An object created as ``type(**args)`` for each kind of data."""
 
     type: Named = None
     train_args: dict[str, Any] = field(default_factory=dict)
@@ -64,15 +64,15 @@ class OptionalComputeConfig(_Strict):
 
 @dataclass
 class ModuleParallelizeConfig(_TypeWithArgs):
-    """A class of modules inside of the model that is parallelized in the place of the whole.
+    """A class of modules inside the model that is parallelized instead of the whole model.
 
     Attributes:
-        type: the class; every module of it in the model is replaced, and keeps its weights.
-        args: accepted; modules are made by the model.
+        type: the class. Every module of it in the model is replaced and keeps its weights.
+        args: accepted, but the model creates the modules.
         forward_args_gen_fn: ``(trainer_args) -> dummy arguments of forward by name``.
-        tracing_from_weights: file of weights that all modules of the class begin with.
+        tracing_from_weights: file with initial weights for all modules of the class.
         tracing_from_weights_prefix: in its place, where they stand in the trainer's ``tracing_from_weights``.
-        compute_config: its own settings. Fields that are ``None`` are those of :class:`TrainerArgs`.
+        compute_config: its own settings. ``None`` fields default to those of :class:`TrainerArgs`.
     """
 
     forward_args_gen_fn: Named = None
@@ -89,7 +89,7 @@ class ModuleParallelizeConfig(_TypeWithArgs):
 
 @dataclass
 class ModelConfig(_TypeWithArgs):
-    """The model: ``type(**args)``; ``parallel_modules`` are parallelized in the place of the whole."""
+    """The model, ``type(**args)``. ``parallel_modules`` are parallelized instead of the whole model."""
 
     parallel_modules: list[ModuleParallelizeConfig] = field(default_factory=list)
 
@@ -99,9 +99,9 @@ class OptimizerConfig(_TypeWithArgs):
     """The optimizer: ``type(parameters, **args)``.
 
     Attributes:
-        clip_gnorm: the norm that gradients are clipped to; 0 or ``None`` for none.
-        loss_reduction: what ``train_loss`` is over the micro-batches of a step: ``mean`` or ``sum``.
-        grad_reduction: what gradients are: ``mean`` or ``sum`` over micro-batches, or ``per-token-mean``.
+        clip_gnorm: the norm that gradients are clipped to. 0 or ``None`` for none.
+        loss_reduction: reduction of ``train_loss`` over the micro-batches of a step, ``mean`` or ``sum``.
+        grad_reduction: ``mean`` or ``sum`` of gradients over micro-batches, or ``per-token-mean``.
         aggregate_outputs_fn: ``(loss_outputs, sync_group) -> AggregatedOutputs``: the outputs of a step
             on this rank, summed over ``sync_group``. ``per-token-mean`` needs it, for ``num_tokens``.
     """
@@ -140,7 +140,7 @@ class LRSchedulerConfig(_TypeWithArgs):
 
 @dataclass
 class CheckpointConfig(_Strict):
-    """What is saved, when, and what training begins from.
+    """Settings for saving checkpoints, and for the one that training starts from.
 
     Attributes:
         save_dir: the folder of checkpoints, which all ranks share.
@@ -186,7 +186,7 @@ class HookMapConfig(_Hooks):  # type: ignore[misc,valid-type]
 
 @dataclass
 class TrainerArgs(_Strict):
-    """Everything that a :class:`~atorch_ns.trainer.Trainer` is told.
+    """Configuration of a :class:`~atorch_ns.trainer.Trainer`.
 
     Attributes:
         compute_config: the ranks; by default every rank is a scale unit of its own.
@@ -202,9 +202,9 @@ class TrainerArgs(_Strict):
         model: ``forward(sample)``, or ``forward(**sample)`` if it can, returns the loss first or as ``loss``.
         optimizer: the optimizer, and how gradients are reduced and clipped.
         dataset, dataloader: training and validation data, and what batches them.
-        dataset_sampler: what divides them over the scale units.
+        dataset_sampler: samplers that divide data over the scale units.
         lr_scheduler: the scheduler; ``None`` for none.
-        checkpoint, log: what is saved and resumed, and loggers.
+        checkpoint, log: settings for saving and resuming, and loggers.
         hook: a hook, or functions by name.
         precision: dtype of parameters, buffers and inputs, or of each; ``None`` leaves the model's.
         micro_batch_size: samples of one forward pass.
@@ -263,7 +263,7 @@ class TrainerArgs(_Strict):
     init_env_fn: Named = None
 
     def check(self) -> None:
-        """Refuses what cannot be trained.
+        """Refuses configurations that cannot be trained.
 
         Raises:
             InputError: with every problem.

@@ -23,7 +23,7 @@ _AUTOMATIC = ("dataset", "num_replicas", "rank")  # arguments of a sampler that 
 
 
 class Window(NamedTuple):
-    """The micro-batches of a step on this rank; dummies, which fill up a last window, count nothing."""
+    """The micro-batches of a step on this rank. Dummies, which pad a last window, count nothing."""
 
     samples: list[Any]
     dummies: list[bool]
@@ -40,8 +40,8 @@ class Data:
 
     Attributes:
         dataset, loader: the dataset, and its loader of micro-batches.
-        num_micro_batches: of a step.
-        input_dtype: what floats in batches are cast to; ``None`` to leave them.
+        num_micro_batches: number of micro-batches in a step.
+        input_dtype: dtype that floats in batches are cast to; ``None`` to leave them.
     """
 
     dataset: Any
@@ -51,21 +51,21 @@ class Data:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of an epoch; ``None`` if the loader does not say."""
+        """Number of steps in an epoch, or ``None`` if the loader does not say."""
         try:
             return -(-len(self.loader) // self.num_micro_batches)  # rounded up: dummies fill the last window
         except TypeError:
             return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler and the dataset which epoch comes."""
+        """Passes the next epoch to the sampler and the dataset."""
         for target in (getattr(self.loader, "sampler", None), self.dataset):
             tell = getattr(target, "set_epoch", None)
             if callable(tell):
                 tell(epoch)
 
     def windows(self) -> Iterator[Window]:
-        """The windows of an epoch; the last one is filled up with dummies."""
+        """The windows of an epoch. The last one is padded with dummies."""
         batches = iter(self.loader)
         while taken := list(islice(batches, self.num_micro_batches)):
             missing = self.num_micro_batches - len(taken)
@@ -106,7 +106,7 @@ def make_data(
 
 
 def sample_of(args: TrainerArgs, dataset: Any) -> Any:
-    """One micro-batch, to plan with."""
+    """One micro-batch for planning."""
     settings = arguments(_args_of(args.dataloader, "train"), what="dataloader.train_args")
     if isinstance(dataset, IterableDataset):
         items = list(islice(iter(dataset), args.micro_batch_size))

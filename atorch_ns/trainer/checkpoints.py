@@ -49,15 +49,15 @@ _FILE = "merged.ckpt"  # written for save_type=merged
 
 @dataclass
 class TrainStatus:
-    """How far training is.
+    """Progress of training.
 
     Attributes:
         epoch: the epoch, from 0.
-        step_in_epoch: steps of it that are done.
-        finished_train_steps: steps in all.
-        best_loss: the lowest loss of a checkpoint; infinite before the first.
-        train_loss: of the last step.
-        val_loss: of the last validation; ``None`` before the first.
+        step_in_epoch: number of finished steps in the epoch.
+        finished_train_steps: total number of finished steps.
+        best_loss: the lowest loss of a checkpoint. Infinite before the first.
+        train_loss: loss of the last step.
+        val_loss: loss of the last validation; ``None`` before the first.
         global_batch_size: samples of a step over all ranks.
     """
 
@@ -70,12 +70,12 @@ class TrainStatus:
     global_batch_size: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; infinite numbers as texts, which JSON has not."""
+        """Plain data, with infinite numbers as text, which JSON lacks."""
         return {key: str(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
     @classmethod
     def of(cls, status: dict[str, Any]) -> TrainStatus:
-        """What :meth:`as_json` gave."""
+        """Creates a status from :meth:`as_json`."""
         floats = ("best_loss", "train_loss", "val_loss")
         values: dict[str, Any] = {
             key: float(value) if key in floats and value is not None else value
@@ -86,14 +86,14 @@ class TrainStatus:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was resumed.
+    """Result of resuming from a checkpoint.
 
     Attributes:
-        status: how far training was.
-        custom: what hooks had added on this rank; lists by rank where another number of ranks had saved.
-        epoch_rng: this rank's random states as the epoch began; ``None`` if the number of ranks has changed.
-        notes: on what differs.
-        path, world_size: the checkpoint, and the number of ranks that had saved it.
+        status: progress of training.
+        custom: data added by hooks on this rank. Lists by rank if another number of ranks saved it.
+        epoch_rng: this rank's random states at the start of the epoch; ``None`` for another number of ranks.
+        notes: notes on differences.
+        path, world_size: the checkpoint, and the number of ranks that saved it.
     """
 
     status: TrainStatus
@@ -105,10 +105,10 @@ class Loaded:
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of a run; every method is collective.
+    """Saves and loads the checkpoints of a run. Every method is collective.
 
     Args:
-        config: what is saved, and when.
+        config: settings for saving and resuming.
         result: the job.
         train_args: the trainer's arguments as plain data, kept with each checkpoint.
     """
@@ -127,7 +127,7 @@ class Checkpoints:
         """Saves a checkpoint, and makes it ``last``, and ``best`` if its loss is the lowest.
 
         Raises:
-            CheckpointError: on all ranks; what was saved before stays.
+            CheckpointError: on all ranks. Earlier checkpoints stay.
         """
         loss = status.train_loss if status.val_loss is None else status.val_loss
         assert loss is not None
@@ -168,13 +168,13 @@ class Checkpoints:
 
     @property
     def has_best(self) -> bool:
-        """Whether there is a best checkpoint in the folder; collective."""
+        """True if there is a best checkpoint in the folder. Collective."""
         return self._job_cluster.on_first(
             (self._folder / BEST).exists, what="looking for the best checkpoint"
         )
 
     def check_folder(self) -> None:
-        """Makes the folder of checkpoints, to find before training whether it can be written. Collective.
+        """Creates the folder of checkpoints, to check before training that it is writable. Collective.
 
         Raises:
             CheckpointError: if it cannot be written.
@@ -268,10 +268,10 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def load(self) -> Loaded | None:
-        """Resumes from what the configuration says; ``None`` to begin anew.
+        """Resumes as the configuration says, or returns ``None`` to start anew.
 
         Raises:
-            CheckpointError: if it is missing or damaged, or of another model; nothing is changed then.
+            CheckpointError: if it is missing or damaged, or of another model. Nothing is changed then.
             InputError: if it is not a checkpoint.
         """
         source = self._config.resume_from
@@ -400,7 +400,7 @@ def _status_of(info: dict[str, Any]) -> TrainStatus:
 
 
 def by_rank(entries: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What ranks have added, a list by rank for each key."""
+    """Data added by ranks, as a list by rank for each key."""
     keys = dict.fromkeys(key for entry in entries for key in entry if key != _EPOCH_RNG)
     return {key: [entry.get(key) for entry in entries] for key in keys}
 

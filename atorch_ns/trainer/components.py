@@ -13,7 +13,7 @@ from atorch_ns.text import error_text, with_article
 
 
 def named(value: Any, *, what: str) -> Callable[..., Any]:
-    """The class or function that a field names, or is.
+    """The class or function of a field, which may be its name.
 
     Raises:
         InputError: if there is none.
@@ -29,7 +29,7 @@ def check_names(args: Any, *, aliases: Container[str] = ()) -> None:
     """Looks up the ``type`` of every component of a configuration, and every ``__type`` in their arguments.
 
     Args:
-        aliases: names that stand for something without their module.
+        aliases: names that need no module prefix.
 
     Raises:
         InputError: with all that name nothing, a line each.
@@ -63,7 +63,7 @@ def _name_problem(name: str, what: str) -> str:
 
 
 def arguments(options: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """Arguments with objects in the place of ``{"__type": …}`` and ``{"__value_type": …, "value": …}``.
+    """Arguments with objects created from ``{"__type": …}`` and ``{"__value_type": …, "value": …}``.
 
     Raises:
         InputError: naming the argument that cannot be made.
@@ -72,11 +72,11 @@ def arguments(options: Mapping[str, Any], *, what: str) -> dict[str, Any]:
 
 
 def make(kind: Any, *args: Any, options: Mapping[str, Any], what: str, **automatic: Any) -> Any:
-    """``kind(*args, **options, **automatic)``; of arguments that are given twice the automatic ones count.
+    """Calls ``kind(*args, **options, **automatic)``. Automatic arguments override duplicates.
 
     Args:
         kind: a class, a function, or its name.
-        what: the field that ``type`` and ``args`` stand in, for messages.
+        what: the field that holds ``type`` and ``args``, for messages.
 
     Raises:
         InputError: if the arguments do not fit it, or it fails.

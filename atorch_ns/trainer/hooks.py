@@ -50,12 +50,12 @@ class ValMetrics:
 
 @dataclass
 class AggregatedOutputs:
-    """What the micro-batches of a step gave, over all ranks.
+    """Outputs of the micro-batches of a step, over all ranks.
 
     Attributes:
         loss_sum: the sum of their losses.
-        num_batches: how many there were.
-        num_tokens: how many tokens, where gradients are means over tokens.
+        num_batches: number of micro-batches.
+        num_tokens: number of tokens, if gradients are means over tokens.
         aggregated_outputs: anything else.
     """
 
@@ -90,10 +90,10 @@ class TrainHook:
     """
 
     def after_setup(self, trainer: Any) -> None:
-        """Everything has been made; not when ``run_mode`` is ``compile``."""
+        """Called after everything has been created, except when ``run_mode`` is ``compile``."""
 
     def on_finalize(self, trainer: Any) -> None:
-        """Training is over."""
+        """Called when training is over."""
 
     def on_train_start(self, trainer: Any) -> None:
         """Before the first step."""
@@ -141,12 +141,12 @@ class TrainHook:
     def after_aggregate_train_step_outputs(
         self, trainer: Any, aggregated_outputs: AggregatedOutputs, train_loss: float
     ) -> None:
-        """The outputs of a step are summed over all ranks."""
+        """Called after the outputs of a step are summed over all ranks."""
 
     def after_aggregate_val_step_outputs(
         self, trainer: Any, aggregated_outputs: AggregatedOutputs, val_loss: float
     ) -> None:
-        """The outputs of some validated micro-batches are summed over all ranks."""
+        """Called after the outputs of some validated micro-batches are summed over all ranks."""
 
     def before_zero_grad(self, trainer: Any) -> None:
         """Before gradients are cleared."""
@@ -158,7 +158,7 @@ class TrainHook:
         """Before the first byte of gradients is sent."""
 
     def after_sync_grad(self, trainer: Any) -> None:
-        """Gradients are those of all ranks."""
+        """Called once gradients are those of all ranks."""
 
     def before_gnorm_clip(self, trainer: Any) -> None:
         """Before the norm of gradients is taken, and they are clipped."""
@@ -181,10 +181,10 @@ class TrainHook:
         """Before metrics of a validation are logged; they may be changed."""
 
     def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is loaded. What another number of ranks saved, or a merge, is a list by rank."""
+        """Called when a checkpoint is loaded. Data from a merge or other rank count are lists by rank."""
 
     def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint is saved: what is added to the dictionary is in it, for each rank."""
+        """Called before a checkpoint is saved. It includes data added to the dictionary, for each rank."""
 
 
 HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
@@ -211,12 +211,12 @@ class HookChain:
     """All hooks of a run, called one after another.
 
     Args:
-        trainer: what hooks are given first.
-        hooks: objects, of which those count that are a :class:`TrainHook`.
+        trainer: the first argument of hooks.
+        hooks: objects, of which only instances of :class:`TrainHook` are used.
         functions: functions by hook, called last.
 
     Raises:
-        InputError: for a hook that cannot be called with what it is given.
+        InputError: for a hook that does not accept its arguments.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class HookChain:
                 _check_signature(name, function)
 
     def has(self, name: str) -> bool:
-        """Whether anything is called for a hook."""
+        """Returns whether a hook has any functions."""
         return bool(self._called[name])
 
     def call(self, name: str, **arguments: Any) -> None:

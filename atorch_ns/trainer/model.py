@@ -40,14 +40,14 @@ def make_model(args: TrainerArgs) -> nn.Module:
 
 
 def takes_by_name(model: nn.Module, sample: Any) -> bool:
-    """Whether ``forward`` takes the items of a sample by name, as Hugging Face's models do."""
+    """Returns whether ``forward`` takes the items of a sample by name, as Hugging Face models do."""
     if not isinstance(sample, Mapping) or len(sample) < 2:
         return False
     return sample.keys() <= inspect.signature(model.forward).parameters.keys()
 
 
 def load_weights(model: nn.Module, path: str, prefix: str = "") -> None:
-    """Gives a model the weights of a file that ``torch.save`` has written, by itself or under ``model``."""
+    """Loads weights into a model from a ``torch.save`` file, which may hold them under ``model``."""
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
         state = contents.get("model", contents)

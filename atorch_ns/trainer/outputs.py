@@ -19,10 +19,10 @@ from atorch_ns.trainer.hooks import AggregatedOutputs
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How outputs are summed over the ranks that see different data.
+    """Summation of outputs over the ranks that see different data.
 
     Attributes:
-        function: the user's, of outputs and a group; ``None`` to sum losses alone.
+        function: the user's function of outputs and a group; ``None`` to sum only losses.
         job: the job.
     """
 
@@ -31,21 +31,21 @@ class Aggregation:
 
     @classmethod
     def of(cls, args: TrainerArgs, job: Job) -> Aggregation:
-        """As the configuration says."""
+        """Creates the summation given by the configuration."""
         function = args.optimizer.aggregate_outputs_fn
         return cls(None if function is None else named(function, what="optimizer.aggregate_outputs_fn"), job)
 
     @property
     def wants_outputs(self) -> bool:
-        """Whether it needs more than losses."""
+        """True if it needs more than losses."""
         return self.function is not None
 
     def over_ranks(self, output: StepOutput, num_real: int) -> AggregatedOutputs:
-        """The sums; collective.
+        """Sums the outputs over ranks. Collective.
 
         Args:
-            output: what the step gave on this rank.
-            num_real: its micro-batches that count.
+            output: this rank's output of the step.
+            num_real: number of its micro-batches that count.
 
         Raises:
             InputError: if the user's function returns something else.

@@ -20,7 +20,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.text import did_you_mean
 
 BARE = object()
-"""The value of a flag that is given none."""
+"""The value of a flag without a value."""
 
 _TRUE = "true"  # as a file would have it, so that only what is true or false takes it
 
@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str]) -> list[tuple[str, Any]]:
     """The paths and values of ``--a.b c``, ``--a.b=c`` and ``--a``, whose value is :data:`BARE`.
 
     Raises:
-        InputError: for what is no such option.
+        InputError: for an invalid option.
     """
     overrides: list[tuple[str, Any]] = []
     rest = list(arguments)
@@ -110,7 +110,7 @@ def resolve_references(config: Any, environment: Mapping[str, str] = os.environ)
     A text that is one reference has the value's type. ``$\(`` and ``$\{`` stand for ``$(`` and ``${``.
 
     Raises:
-        InputError: for references to nothing, or in a circle.
+        InputError: for references to nothing, or circular references.
     """
     return _Resolver(config, environment).value(config, ())
 

@@ -24,11 +24,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides how the model is trained.
+    """The policy or strategy that determines how the model is trained.
 
     Attributes:
-        rule: a policy of ``parallelize``, by name or as a function; ``None`` where a strategy does.
-        strategy: a strategy file; ``None`` to search for one, where there is no rule.
+        rule: a policy of ``parallelize``, by name or as a function; ``None`` for a strategy.
+        strategy: a strategy file; ``None`` to search for one, if there is no rule.
     """
 
     rule: str | Callable[..., Any] | None = None
@@ -36,10 +36,10 @@ class Policy:
 
     @classmethod
     def of(cls, policy: Any) -> Policy:
-        """What ``pas_policy`` means.
+        """Interprets ``pas_policy``.
 
         Raises:
-            InputError: if it means nothing.
+            InputError: if it is invalid.
         """
         if isinstance(policy, PathLike) or is_strategy_file(policy):
             path = Path(policy)
@@ -66,14 +66,14 @@ def divided(
     config: ComputeConfig,
     cluster: Cluster,
 ) -> ParallelModule | None:
-    """A module divided by its policy; ``None`` where plans are made alone. Collective.
+    """Divides a module by its policy. ``None`` if only plans are created. Collective.
 
     Args:
-        settings: the settings of the module, of which those that are ``None`` are the trainer's.
+        settings: the settings of the module. ``None`` values default to the trainer's.
         dummies: arguments of its ``forward``.
 
     Raises:
-        InputError: if a strategy, and no policy, decides, or it cannot be divided as asked.
+        InputError: if a strategy is used instead of a policy, or the module cannot be divided as requested.
     """
 
     def setting(name: str) -> Any:

@@ -35,10 +35,10 @@ def compute_config(args: TrainerArgs, cluster: Cluster) -> ComputeConfig:
 
 
 def compile_plan(args: TrainerArgs, dataset: Any) -> None:
-    """Plans alone; needs no ranks.
+    """Only creates plans, without other ranks.
 
     Raises:
-        InputError: if a strategy, and no plan, decides.
+        InputError: if a strategy is used instead of a plan.
     """
     model, cluster = make_model(args), Cluster.detect()
     if args.model.parallel_modules:
@@ -50,10 +50,10 @@ def compile_plan(args: TrainerArgs, dataset: Any) -> None:
 
 
 def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, nn.Module]:
-    """What trains the model, with its optimizer and scheduler, and the module that it trains; collective.
+    """The job that trains the model, with optimizer and scheduler, and the trained module. Collective.
 
     Raises:
-        InputError: on all ranks, for what cannot be trained as configured.
+        InputError: on all ranks, for a configuration that cannot be trained.
     """
     policy = cluster.agree(lambda: Policy.of(args.pas_policy), what="reading the policy")
     model = cluster.agree(lambda: make_model(args), what="making the model")

@@ -38,12 +38,12 @@ log = logging.getLogger("atorch_ns")
 def replaced(
     args: TrainerArgs, model: nn.Module, config: ComputeConfig, cluster: Cluster, *, sample: Any
 ) -> dict[str, ParallelModule]:
-    """Parallelizes the modules that the configuration names, each with its own weights; by path. Collective.
+    """Parallelizes the modules that the configuration names, each with its own weights, by path. Collective.
 
-    Modules of one class have one plan. Without ``run_mode=run`` plans are made alone.
+    Modules of one class have one plan. Without ``run_mode=run`` only plans are created.
 
     Raises:
-        InputError: if there is no module of a class, or it cannot be divided as asked.
+        InputError: if there is no module of a class, or it cannot be divided as requested.
     """
     kinds = [
         (spec, named(spec.type, what=f"model.parallel_modules.{index}.type"))
@@ -199,11 +199,11 @@ def job_of(
     parts: dict[str, ParallelModule],
     optim_func: Callable[..., torch.optim.Optimizer],
 ) -> Result:
-    """What trains a model with parallel modules in it; collective.
+    """The job that trains a model with parallel modules in it. Collective.
 
     Args:
-        inputs: with the model.
-        original: the model as it was before.
+        inputs: inputs with the model.
+        original: the model before parallelization.
         parts: its parallel modules, by path.
         optim_func: ``parameters -> optimizer``.
     """

@@ -37,21 +37,21 @@ log = logging.getLogger("atorch_ns")
 
 
 class Trainer:
-    """Trains a model as :class:`~atorch_ns.trainer.TrainerArgs` say, on the ranks that have started it.
+    """Trains a model as :class:`~atorch_ns.trainer.TrainerArgs` say, on all ranks that started it.
 
     Args:
         argv: words of a command line: ``-f config.yaml`` and overrides; by default those of this process.
-        train_args: the arguments, or plain data of them, in the place of ``argv``.
+        train_args: the arguments, or plain data for them, instead of ``argv``.
 
     Attributes:
-        model: what is trained: a :class:`~atorch_ns.ParallelModule`, or what a strategy has made.
-        optimizer, lr_scheduler: its optimizer and scheduler; the latter may be ``None``.
-        result: what the strategy has made of it all, with the report: ``print(trainer.result.report)``.
-        train_status: how far training is.
+        model: the trained model: a :class:`~atorch_ns.ParallelModule`, or the result of a strategy.
+        optimizer, lr_scheduler: its optimizer and scheduler. The latter may be ``None``.
+        result: the result of the strategy, with the report: ``print(trainer.result.report)``.
+        train_status: progress of training.
         rank, world_size: this process, and the number of processes.
 
     Raises:
-        InputError: for arguments that are wrong, every one named.
+        InputError: for wrong arguments, naming every one.
     """
 
     model: nn.Module
@@ -83,7 +83,7 @@ class Trainer:
         self._saved_at: int | None = None  # and of the last checkpoint: no step is saved twice
 
     def run(self) -> None:
-        """Plans and trains, or plans alone. Collective.
+        """Plans and trains, or only plans. Collective.
 
         Raises:
             AtorchError: on all ranks, with the cause.
@@ -120,7 +120,7 @@ class Trainer:
 
     @classmethod
     def merge_checkpoint(cls, checkpoint_files: Sequence[str], output_file: str) -> None:
-        """Writes a checkpoint as one file for ``torch.load``, from which any plan on any ranks resumes.
+        """Writes a checkpoint as one file for ``torch.load``. Any plan on any ranks resumes from it.
 
         Args:
             checkpoint_files: the folder of a checkpoint, or files in it.

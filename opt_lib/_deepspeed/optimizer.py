@@ -22,7 +22,7 @@ _USE_CHECKPOINT = (
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """What a user steps when DeepSpeed owns model and optimizer.
+    """The user's optimizer when DeepSpeed owns model and optimizer.
 
     Groups and state are those of the user's optimizer, which DeepSpeed has put on this rank's flat partition
     of each group: schedulers work as usual. Gradients add up over backward passes until :meth:`step`, which
@@ -32,7 +32,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         engine: DeepSpeed's engine, with ``managed_gradient_accumulation`` off.
         group: the ranks that partitions are spread over.
         skip_if_nonfinite: whether a step is skipped, on all ranks, whose gradients are infinite or NaN.
-        stages: the ranks of a pipeline that norms are taken over; ``None`` for ``group``.
+        stages: the pipeline ranks over which norms are computed; ``None`` for ``group``.
         remote: parameters that another of these ranks counts in norms.
         names: names of the parameters, for messages; ``None`` for those that the engine knows.
 
@@ -84,14 +84,14 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the next backward pass is the last before a step.
 
-        Nothing depends on it but a check: a step right after ``False`` is an error.
+        It is only used for a check: a step right after ``False`` is an error.
         """
         self._boundary = bool(is_boundary)
 
     def clip_gradients(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most ``max_norm``; collective.
+        """Scales all gradients so that their norm is at most ``max_norm``. Collective.
 
         Args:
             parameters: ignored: gradients are in partitions that only DeepSpeed knows.

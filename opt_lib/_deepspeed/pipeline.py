@@ -35,12 +35,12 @@ from opt_lib._sharded.units import broadcast_from_first
 
 
 class StageLayer(nn.Module):
-    """Calls a stage with what arrived, and packs what it returns.
+    """Calls a stage with the received inputs and packs its results.
 
     The engine runs the micro-batches of a batch forward in order, on every stage.
 
     Args:
-        stage: the stage; its modules are not registered here, as the engine would do again what is done.
+        stage: the stage. Its modules are not registered here, or the engine would repeat its setup.
         parameters: the parameters that the engine may know.
         device: the device on which the stage computes.
     """
@@ -56,17 +56,17 @@ class StageLayer(nn.Module):
         self._entries: tuple[TensorHeader, ...] | None = None
 
     def begin(self, *, reset: bool) -> None:
-        """The next forward pass is that of the first micro-batch of a batch.
+        """Announces that the next forward pass runs the first micro-batch of a batch.
 
         Args:
-            reset: whether what stages exchange may have other shapes than in the last batch.
+            reset: whether shapes exchanged between stages may differ from the last batch.
         """
         self._count = 0
         if reset:
             self._entries = None
 
     def forward(self, message: torch.Tensor | Wire) -> torch.Tensor | Wire:
-        """Runs one micro-batch on what the previous stage packed, and packs the result for the next one.
+        """Runs one micro-batch on the previous stage's packed output and packs the result for the next.
 
         Args:
             message: packed inputs; ignored on the first stage.
@@ -108,7 +108,7 @@ class TensorHeader(NamedTuple):
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> Wire:
-    """What a stage hands to the next one, in the form in which it travels."""
+    """Packs a stage's outputs into the form that is sent to the next stage."""
     entries = [TensorHeader(t.requires_grad, t.dtype, tuple(t.shape)) for t in tensors]
     # The engine sends tensors alone: the header is JSON, one byte an element.
     text = json.dumps([(needs_grad, str(dtype), shape) for needs_grad, dtype, shape in entries])
@@ -134,14 +134,14 @@ def read_header(wire: Wire) -> tuple[TensorHeader, ...]:
 
 
 def unpack(wire: Wire, entries: Sequence[TensorHeader]) -> list[torch.Tensor]:
-    """The tensors that :func:`pack` was given; those that need gradients are parts of one leaf."""
+    """Restores the tensors given to :func:`pack`. Those that need gradients are parts of one leaf."""
     with_grad = iter(_split_tensors([entry for entry in entries if entry.needs_grad], wire[0]))
     pieces = iter(_from_bytes([entry for entry in entries if not entry.needs_grad], wire[-1]))
     return [next(with_grad) if entry.needs_grad else next(pieces) for entry in entries]
 
 
 def anchor(output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``output``, from which a gradient of zero reaches ``source`` even where nothing was made of it."""
+    """Returns ``output``, linked so that ``source`` gets a zero gradient even if it was not used."""
     result: torch.Tensor = _Anchor.apply(output, source)  # type: ignore[no-untyped-call]
     return result
 
@@ -211,7 +211,7 @@ def make_engine(
     zero_stage: int,
     settings: Mapping[str, Any],
 ) -> Any:
-    """A pipeline engine around ``layer``, all that this rank runs of the model; collective."""
+    """Makes a pipeline engine around ``layer``, this rank's part of the model. Collective."""
     assert job.mesh is not None
     deepspeed = zero_module.start(job.cluster.device_type)
     from deepspeed.runtime.pipe import PipelineModule
@@ -283,7 +283,7 @@ class DsPipelineRunner:
         layer: this rank's stage as the engine calls it.
         stage_set: the stages, which get the micro-batches of a batch before their forward passes.
         loss_func: ``(micro-batch, output) -> loss``.
-        reduce: completes the gradients after the last backward pass of a batch; collective.
+        reduce: completes the gradients after the last backward pass of a batch. Collective.
     """
 
     job: Job
@@ -298,7 +298,7 @@ class DsPipelineRunner:
         """See :class:`atorch_ns.data.BatchRunner`."""
         num = len(work.micro_batches)
         losses = self._begin_pass(work, training=True)
-        # What it divides gradients by; a batch with other rows than the first has other micro-batches.
+        # The divisor of gradients. Batches with other rows than the first have other micro-batches.
         self.engine.set_train_batch_size(num * self.engine.dp_world_size)
         # Each rank keeps its share of gradients that are summed already, so that the next sum is right.
         self.job.gradients.sums.expect(self.job.module)
@@ -312,7 +312,7 @@ class DsPipelineRunner:
         """See :class:`atorch_ns.data.BatchRunner`."""
         losses = []
         for _, alike in groupby(enumerate(work.micro_batches), lambda item: signature(item[1])):
-            # In a run, all that stages exchange has one shape.
+            # Within a run all exchanges between stages have one shape.
             numbers, micro_batches = zip(*alike, strict=True)
             dummies = frozenset(index for index, number in enumerate(numbers) if number in work.dummies)
             shares = [work.shares[number] for number in numbers]
@@ -398,7 +398,7 @@ _BACKEND = "DeepSpeed's pipeline engine"
 
 
 def run_by_deepspeed(job: Job, stage_set: StageSet, *, zero_stage: int, settings: Mapping[str, Any]) -> None:
-    """Lets DeepSpeed run the stage that this rank has, and average or shard over the data.
+    """Lets DeepSpeed run this rank's stage and average or shard over data ranks.
 
     Args:
         job: the job, already cut and on its device.
@@ -451,7 +451,7 @@ def _make_unsharded_engine(
     job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]
 ) -> _Made:
     """Every data rank has the optimizer states of its stage; DeepSpeed averages the gradients."""
-    # It stands for all parameters, so that these may be anything, shards of layers included.
+    # A placeholder for all parameters, so these may be anything, including shards of layers.
     stand_in = nn.Parameter(torch.zeros(1, device=job.device))
     layer = StageLayer(stage, parameters=[stand_in], device=job.device)
     engine = make_engine(job, layer, torch.optim.SGD([stand_in], lr=0.0), zero_stage=0, settings=settings)

@@ -30,9 +30,9 @@ class ParameterPiece(NamedTuple):
     """The part of one parameter that this rank updates.
 
     Attributes:
-        weight: its values, one-dimensional, live.
+        weight: the piece's live values, one-dimensional.
         start: where it begins in the flattened parameter.
-        holder: the tensor that the optimizer knows it by.
+        holder: the optimizer's tensor that contains the piece.
         offset: where it begins in the holder.
         size: elements of the holder.
     """
@@ -64,7 +64,7 @@ class FlatStates:
         groups: the names in each parameter group.
         mesh: a one-dimensional mesh: the ranks over which each parameter is spread.
         device: the device on which tensors are put together.
-        publish: called after weights were changed, to bring them from the pieces to the model.
+        publish: called after a change of weights to copy them from the pieces to the model.
     """
 
     specs: Mapping[str, StateSpec]
@@ -77,7 +77,7 @@ class FlatStates:
     publish: Callable[[], object] = lambda: None
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of what is in pieces, and the live tensors of what is whole."""
+        """Copies of weights in pieces, and the live tensors of whole weights."""
         parameters = {name: parameter.detach() for name, parameter in self.whole.items()}
         # Collective for every name, in one order; ranks without a piece take part.
         for name, spec in self.specs.items():
@@ -106,7 +106,7 @@ class FlatStates:
         return [list(group) for group in self.groups]
 
     def optimizer_states(self) -> OptimizerStates:
-        """Copies of what is in pieces; step counters and other single values as they are.
+        """Copies of states in pieces. Step counters and other single values are returned as they are.
 
         Raises:
             CheckpointError: for a state that belongs to no element and is not a single value.
@@ -135,7 +135,7 @@ class FlatStates:
     def blank_states(
         self, specs: Mapping[str, Mapping[str, StateSpec]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Shards of what has the parameter's shape, and whole tensors of everything else.
+        """Shards of states with the parameter's shape, and whole tensors of all other states.
 
         Raises:
             CheckpointError: for a state of a parameter in pieces that could not be saved from here either.
@@ -212,7 +212,7 @@ class FlatStates:
             start = self.pieces[name].start
             flat[start : start + part.numel()] = part.to(self.device, dtype)
         dist.all_reduce(flat, group=self.mesh.get_group())
-        # Every rank has the whole: each cuts out its own part, and nothing is sent.
+        # Every rank has the whole tensor and cuts out its own part without communication.
         return distribute_tensor(flat.view(shape), self.mesh, _choose_placements(shape), src_data_rank=None)
 
     def _empty_state(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:

@@ -41,7 +41,7 @@ _PIECE_MULTIPLE = 2  # pieces begin at multiples of this many elements (nccl_sta
 
 
 def conflicts(uses: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with it, where ``uses`` says that a method's config chooses DeepSpeed."""
+    """Methods that conflict with DeepSpeed, where ``uses`` says that a method's config chooses DeepSpeed."""
     return (
         Conflict("half", _WHY_NOT_HALF, when=lambda mine, _: uses(mine)),
         Conflict("amp_native", _WHY_NOT_FP16, when=lambda mine, amp: uses(mine) and amp.dtype == "float16"),
@@ -144,7 +144,7 @@ def require_elementwise(job: Job) -> None:
     cut = _ROWS * _COLUMNS // 3  # inside a row: at 8 elements, where a row has 6
     try:
         whole = _apply_updates(job, [start], [[gradient] for gradient in gradients])
-    except Exception:  # it does not work on such a parameter at all, so nothing can be learned from it
+    except Exception:  # it does not support such a parameter, so the trial shows nothing
         return
     try:
         flat = [_split_flat(gradient, cut) for gradient in gradients]
@@ -214,7 +214,7 @@ def _make_engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
 
 
 def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
-    """What ``zero``, DeepSpeed's optimizer, has in flat pieces; collective over the stages of a pipeline."""
+    """The states in flat pieces of DeepSpeed's optimizer ``zero``. Collective over pipeline stages."""
     assert job.mesh is not None
     names = {parameter: aliases[0] for parameter, aliases in parameter_names(job.module).items()}
     specs: dict[str, StateSpec] = {}
@@ -265,9 +265,9 @@ def _engine_config(stage: int, num_elements: int) -> dict[str, Any]:
 
 
 def start(device_type: str) -> ModuleType:
-    """DeepSpeed, on the process group that there is, as if no engine had been made before in this process."""
+    """Returns DeepSpeed on the existing process group, without state of earlier engines in this process."""
     deepspeed = _import_deepspeed(device_type)
-    deepspeed.utils.groups.mpu = None  # that of the last pipeline, which would lend its groups to any engine
+    deepspeed.utils.groups.mpu = None  # left by the last pipeline; any engine would use its groups
     with _without_shared_memory_build(deepspeed):
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return deepspeed

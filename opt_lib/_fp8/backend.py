@@ -39,7 +39,7 @@ def why_unavailable(backend: Backend | None, config: Fp8Config, cluster: Cluster
 
 
 def notices(config: Fp8Config, cluster: Cluster) -> Iterator[str]:
-    """Settings that the package which is used does not read."""
+    """Settings that the chosen package ignores."""
     backend = choose(config, cluster)
     if backend is None:
         return

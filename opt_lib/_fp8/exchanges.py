@@ -41,7 +41,7 @@ def multiply(module: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 def rounds_first(module: Any) -> bool:
-    """Whether a ``Float8Linear`` takes what is rounded already."""
+    """Returns whether a ``Float8Linear`` accepts inputs that are already rounded."""
     casts = (module.config.cast_config_input, module.config.cast_config_grad_output)
     return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
 
@@ -82,7 +82,7 @@ def _gather_rounded(
 
 @torch.compiler.allow_in_graph
 class _GatherRounded(torch.autograd.Function):
-    """A gather of what is rounded, whose gradients are summed in high precision."""
+    """A gather of rounded tensors. Gradients are summed in high precision."""
 
     @staticmethod
     def forward(

@@ -14,7 +14,7 @@ from atorch_ns.torch_compat import plain_name
 from opt_lib._replacements.making import Derived
 
 HEAD_NAMES = ("lm_head", "output_embedding", "embed_out", "output_projection")
-"""Last parts of the names that only layers which make logits have, wherever they stand."""
+"""Last name parts that only layers for logits have, at any place in the model."""
 
 LIKELY_HEAD_NAMES = frozenset(
     (
@@ -36,7 +36,7 @@ class Heads:
         self._rows = max(rows, default=None)
 
     def is_head(self, name: str, module: nn.Linear) -> bool:
-        """Whether the linear layer computes the logits."""
+        """Returns whether the linear layer computes the logits."""
         if id(module.weight) in self._tied_ids or id(module) in self._output_ids:
             return True
         parent, _, last = name.rpartition(".")
@@ -53,7 +53,7 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
             continue
         try:
             layer = ask()
-        except Exception:  # some models have none to answer with, and raise what they like
+        except Exception:  # some models have no such layer and raise any exception
             continue
         if isinstance(layer, nn.Module):
             yield layer
@@ -140,7 +140,7 @@ def find_linears(
         model: the model.
         include: parts of names, one of which a linear's name must contain; ``None`` for all.
         exclude: parts of names that it may not contain.
-        degree: over how many ranks tensor parallelism divides one dim of each weight.
+        degree: number of ranks over which tensor parallelism divides one dim of each weight.
         keep_tied: whether linears with tied weights stay as they are, even if ``include`` names them.
     """
     heads = Heads(model)
@@ -172,7 +172,7 @@ def find_linears(
 
 
 def is_named(name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> bool:
-    """Whether include and exclude let a layer of this name through."""
+    """Returns whether include and exclude select a layer of this name."""
     if any(part in name for part in exclude):
         return False
     return include is None or any(part in name for part in include)

@@ -40,13 +40,13 @@ def load() -> ModuleType:
 
 
 def gathers_in_fp8(job: Job, config: Fp8Config) -> bool:
-    """Whether weights are gathered in fp8: only ``fully_shard`` asks a weight how it is to be gathered."""
+    """Returns whether weights are gathered in fp8. Only ``fully_shard`` asks a weight how to gather it."""
     sharding = job.plan.sharding
     return config.fsdp_all_gather and bool(sharding.gradients_over) and sharding.layout == "rows"
 
 
 def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
-    """Puts a ``Float8Linear`` with the same parameters in the place of each of these linears.
+    """Replaces each of these linears by a ``Float8Linear`` with the same parameters.
 
     A linear with several names stays one module. On CPUs, too, it casts its input to the dtype of autocast.
     """
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _restore_precision(model: nn.Module) -> None:
-    """Lets the linears compute in the dtype of their weights, or of autocast."""
+    """Makes the linears compute in the dtype of their weights or of autocast."""
     # In fp8 a divided layer rounds by other scales, which hides errors that a test looks for.
     modules: Iterator[Any] = model.modules()
     for module in modules:
@@ -149,7 +149,7 @@ def scale_after_steps(job: Job) -> None:
 
 
 class _ScaledStates(ParameterStates):
-    """Weights whose scales are found anew when a checkpoint is loaded."""
+    """Weights whose scales are recomputed when a checkpoint is loaded."""
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().set_weights(weights)

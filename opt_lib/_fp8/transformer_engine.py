@@ -45,7 +45,7 @@ def why_not(plan: Plan) -> str | None:
 
 
 def reads_interval() -> bool:
-    """Whether the recipe has the setting ``interval``; versions from 2.0 on find new scales in every step."""
+    """True if the recipe has the setting ``interval``. Versions from 2.0 on find scales in every step."""
     return "interval" in inspect.signature(_import_recipes().DelayedScaling).parameters
 
 

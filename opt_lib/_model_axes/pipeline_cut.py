@@ -37,7 +37,7 @@ from opt_lib._sharded.units import broadcast_from_first
 
 @torch.no_grad()
 def share_parameters(job: Job, assignment: StageAssignment) -> None:
-    """Gives parameters on several ranks of a pipeline the values of the first; collective over all ranks.
+    """Gives parameters on several pipeline ranks the values of the first. Collective over all ranks.
 
     Their gradients are summed once a step; only the first rank counts them in norms. The model must be whole.
     """
@@ -68,7 +68,7 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
 
 
 def pipeline_groups(job: Job, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """This rank's group for each set of places along the pipeline; collective over all ranks."""
+    """This rank's group for each set of places along the pipeline. Collective over all ranks."""
     assert job.mesh is not None
     mesh = job.mesh.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -89,9 +89,9 @@ def pipeline_groups(job: Job, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int
 
 
 def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> StageSet:
-    """Cuts ``job.module`` into this rank's stages, which become ``job.parts.stages``; collective.
+    """Cuts ``job.module`` into this rank's stages, which become ``job.parts.stages``. Collective.
 
-    The job has a mesh with the axis ``pipeline``; what was decided is in its plan afterwards.
+    The job has a mesh with the axis ``pipeline``; its plan holds the decisions afterwards.
 
     Raises:
         InputError: if the model cannot be cut so; on all ranks.
@@ -266,7 +266,7 @@ def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, *, 
 
 @torch.no_grad()
 def make_weights_equal(job: Job, method: str) -> None:
-    """Gives all ranks of a pipeline the weights of the first if theirs differ; collective over them."""
+    """Gives all ranks of a pipeline the weights of the first if theirs differ. Collective over them."""
     group = job.stage_group
     if group is None or is_on_meta(job.module):
         return

@@ -147,7 +147,7 @@ def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows
 
 
 def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, number: int, *, rows: int) -> str:
-    """Why a batch of so many rows is not run in ``number`` micro-batches, and what to do."""
+    """The reason why a batch of ``rows`` is not run in ``number`` micro-batches, and the remedy."""
     legal = info.dividing(num_ranks, on_rank, rows)
     why = (
         f"a batch of {rows} rows per rank cannot be split into {number} equal micro-batches."
@@ -184,7 +184,7 @@ def _micro_batch_advice(legal: list[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A pipeline, decided.
+    """A chosen pipeline.
 
     Attributes:
         info: the schedule.
@@ -193,14 +193,14 @@ class PipelinePlan:
         num_is_requested: whether the user gave that number.
         cuts: calls before which the model is cut.
         units: the modules that stages are made of.
-        shards: what the shards are, in words; empty where every unit is one.
+        shards: a description of the shards; empty if every unit is one.
         graph: a pass of one micro-batch.
         traced_with: shapes of that micro-batch.
-        tracer: traces more of them; ``None`` for a model that had to be run really.
+        tracer: traces more micro-batches; ``None`` for a model that had to run with real tensors.
         costs: seconds and bytes of the calls.
         shares: the share of its blocks that each stage recomputes.
-        choice: how cuts were chosen by time, where they were.
-        refused: where the model cannot be cut, and why.
+        choice: how the cuts were chosen, if they were chosen by time.
+        refused: places where the model cannot be cut, with the reasons.
     """
 
     info: ScheduleInfo
@@ -220,7 +220,7 @@ class PipelinePlan:
 
     @property
     def step(self) -> PipelineStep:
-        """What can be simulated for its timeline."""
+        """The step to simulate for a timeline."""
         return PipelineStep(
             schedule=self.info.name,
             num_ranks=(len(self.cuts) + 1) // self.stages_per_rank,
@@ -359,7 +359,7 @@ def _trace_model(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[Ca
 def _num_micro_batches(
     job: Job, config: PipelineParallelConfig, info: ScheduleInfo, num_ranks: int, *, on_rank: int
 ) -> int:
-    """The user's number, else what :func:`fitting_micro_batches` finds for the loader's batches."""
+    """The user's number, or the result of :func:`fitting_micro_batches` for the loader's batches."""
     number = requested_micro_batches(job, config)
     size = local_batch_size(job)
     if number is not None:
@@ -510,7 +510,7 @@ def call_costs(
 
 
 def known_hardware(cluster: Cluster) -> Hardware:
-    """The speeds of devices and links; a CPU's, whose proportions will do, where nobody knows the device."""
+    """Speeds of devices and links. Unknown devices get a CPU's speeds, whose proportions suffice."""
     try:
         machine = cluster.with_hardware().hardware
     except InputError:
@@ -522,7 +522,7 @@ def known_hardware(cluster: Cluster) -> Hardware:
 
 
 def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]:
-    """Bytes of the parameters of each call's unit; of those that several calls use, with the first."""
+    """Parameter bytes of each call's unit. Parameters of several calls count for the first."""
     modules = {unit.name: unit.module for unit in units}
     counted_ids: set[int] = set()  # by identity
     sizes = []

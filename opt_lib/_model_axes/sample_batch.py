@@ -30,7 +30,7 @@ def sample_batch(inputs: Inputs, rows: int = _NUM_SAMPLES) -> Any:
 
 
 def common_sample(job: Job, method: str, rows: int | None = None) -> Any:
-    """The sample batch of the first rank, on all ranks; collective.
+    """Returns the first rank's sample batch on all ranks. Collective.
 
     Args:
         rows: samples that it should have; by default two.

@@ -43,7 +43,7 @@ def _select_blocks(model: nn.Module, selectors: Sequence[str] | None) -> list[Na
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The model from before it was cut, without a rank's own parts.
+    """The whole model as it was before it was cut or divided.
 
     Attributes:
         model: its parameters may have no memory; not to be changed.
@@ -59,7 +59,7 @@ class WholeModel:
 
     @classmethod
     def of(cls, job: Job, selectors: Sequence[str] | None, sample: Any) -> WholeModel:
-        """That of a job whose layers are whole."""
+        """Returns the model of a job whose layers are whole."""
         model = job.module if job.parts.full_structure is None else job.parts.full_structure
         blocks = tuple(plain_name(block.name) for block in _select_blocks(model, selectors))
 
@@ -117,12 +117,12 @@ def names_inside(runs: list[list[NamedModule]]) -> set[str]:
 
 @dataclass(frozen=True)
 class Tail:
-    """What comes after the last block: final norm, head and loss.
+    """The part after the last block: final norm, head and loss.
 
     Attributes:
         divides: whether each rank computes it for its own positions.
-        parameters: names of the parameters that it uses then.
-        note: what was decided and why, for the report.
+        parameters: names of the parameters used in that case.
+        note: the decision and its reason, for the report.
     """
 
     divides: bool = False
@@ -156,7 +156,7 @@ def divided_tail(
 
 
 def _study_split_loss(job: Job, whole: WholeModel, dim: int) -> tuple[str, str, frozenset[str]]:
-    """Why it would be wrong or of no use, and the names of the parameters that are used."""
+    """The reasons why a split loss is wrong or useless, and the names of the parameters used."""
     assert job.mesh is not None
     degree, name = job.mesh.size("sequence"), job.original.model_class
     study = study_tail(whole.model, whole.sample, whole.run, whole.blocks, degree=degree, dim=dim)
@@ -165,19 +165,19 @@ def _study_split_loss(job: Job, whole: WholeModel, dim: int) -> tuple[str, str, 
     if study.failure:
         return "", f"{name} does not run on a part of the positions: {study.failure}", frozenset()
     wrong, idle = loss_by_numbers(job, study, degree)
-    # A mean over ranks leaves unchanged what each computes whole.
+    # A mean over ranks does not change values that each computes whole.
     return wrong, idle, whole.outside() if study.parameters is None else study.parameters
 
 
 def divide_tail(job: Job, tail: Tail, last: str, chains: Sequence[BlockChain]) -> str:
-    """Divides head and loss on the ranks that compute them; collective.
+    """Divides head and loss on the ranks that compute them. Collective.
 
     Args:
         last: the path of the model's last block.
         chains: this rank's blocks.
 
     Returns:
-        What was done, for the report.
+        A note for the report.
     """
     stages = job.parts.stages
     mine = bool(chains) and plain_name(chains[-1].blocks[-1].name) == last  # this rank has the last block

@@ -139,7 +139,7 @@ class TensorParallelConfig(MethodConfig):
 
 
 def why_not_asynchronous(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """What asynchronous exchanges lack, each a sentence with what to do."""
+    """Yields unmet requirements of asynchronous exchanges, each as a sentence with the remedy."""
     if cluster.device_type != "cuda":
         yield (
             f"exchanges go from one GPU's memory to another's, and the device is a {cluster.device_type.upper()}. Leave "
@@ -225,11 +225,11 @@ ParallelLoss = bool | Literal["auto"]
 
 @dataclass(frozen=True)
 class LossOnParts:
-    """Whether a loss is computed on parts of the logits.
+    """The decision whether a loss is computed on parts of the logits.
 
     Attributes:
         heads: paths of the layers whose outputs stay divided; empty where they are gathered.
-        note: what was decided and why, for the report; empty if there is nothing to decide.
+        note: the decision and its reason, for the report; empty if there is nothing to decide.
     """
 
     heads: tuple[str, ...] = ()
@@ -275,7 +275,7 @@ def loss_on_parts(
 def _study_split_loss(
     job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], *, degree: int, run_numerics: bool
 ) -> tuple[str, str]:
-    """Why a loss on parts would be wrong, and why it would be of no use; empty where neither is so."""
+    """The reasons why a loss on parts would be wrong and would be useless; each may be empty."""
     if job.plan.compiled and not repeated_blocks(model):
         return "the compiler would compile the whole model with its loss", ""
 
@@ -294,7 +294,7 @@ def _study_split_loss(
 
 
 def loss_by_numbers(job: Job, study: LossStudy, degree: int) -> tuple[str, str]:
-    """Why the user's loss on parts would be wrong, and why of no use, by a test on a small batch."""
+    """Tests on a small batch why the user's loss on parts would be wrong or useless."""
     uses = LogitUses()
     error, failure = 0.0, ""
     try:

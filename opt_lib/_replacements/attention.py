@@ -36,7 +36,7 @@ class AttentionSwitch(Replacement):
     looks_for = "transformers models"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether it is usable, and the profile shows an attention of transformers that it replaces."""
+        """True if it is usable and the profile shows a transformers attention that it replaces."""
         if not self.requirements.usable_on(cluster) or not _holds_transformers(profile):
             return False
         ran = _operator_names(profile)
@@ -47,7 +47,7 @@ class AttentionSwitch(Replacement):
         )
 
     def concerns(self, model: nn.Module) -> bool:
-        """Whether a model of transformers runs one of the implementations that it takes over from."""
+        """True if a transformers model runs one of the implementations that it replaces."""
         return any(_current_attention(part) in self.switches for part in _pretrained_models(model))
 
     def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
@@ -120,7 +120,7 @@ def _outermost_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a ``PreTrainedModel``, without importing transformers."""
+    """Returns whether a module is a ``PreTrainedModel``, without importing transformers."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(module).__mro__

@@ -22,7 +22,7 @@ from opt_lib._replacements.making import Convert, move_state, settings_of
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a replacement needs of a job; nothing by default.
+    """A replacement's requirements on a job. There are none by default.
 
     Attributes:
         dtypes: names of the dtypes it computes in; ``None`` for any.
@@ -44,7 +44,7 @@ class Requirements:
     not_over: frozenset[str] = frozenset()
 
     def usable_on(self, cluster: Cluster) -> bool:
-        """Whether some job on ``cluster`` can use it."""
+        """Returns whether some job on ``cluster`` can use the replacement."""
         # The strategy that decides the dtype is not known yet.
         dtypes = self.dtypes or {"float32"}
         return any(self.unmet(cluster, dtype) is None for dtype in dtypes)
@@ -73,12 +73,12 @@ ANYWHERE = Requirements()
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacementOutcome:
-    """What a replacement did to a model.
+    """The result of a replacement in a model.
 
     Attributes:
         model: the model, another object only if its root was replaced.
-        replaced: what became what, and how often.
-        kept: what was left as it is and why, as a clause, and how often.
+        replaced: counts of old and new module kinds.
+        kept: counts of modules left unchanged, with the reason as a clause.
         new_modules: the new modules, which later replacements leave as they are.
     """
 
@@ -94,7 +94,7 @@ class Replacement(ABC):
     Attributes:
         name: the name in ``include`` and ``exclude``.
         requirements: what it needs of a job.
-        looks_for: what it replaces, as a noun phrase in the plural.
+        looks_for: the modules that it replaces, as a plural noun phrase.
         by_user: whether a user registered it.
         only_by_name: whether it is used only where ``include`` names it, since it changes what a model gives.
     """
@@ -106,7 +106,7 @@ class Replacement(ABC):
     only_by_name: ClassVar[bool] = False
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether a search may gain from it: usable on ``cluster``, with modules that it likely replaces."""
+        """True if a search may gain from it. It must be usable on ``cluster`` and likely replace modules."""
         return False
 
     def traced(self, cluster: Cluster) -> Replacement | None:
@@ -114,7 +114,7 @@ class Replacement(ABC):
         return self if self.requirements.package is None else None
 
     def concerns(self, model: nn.Module) -> bool:
-        """Whether ``model`` holds what it replaces, as far as that shows without trying."""
+        """Returns whether ``model`` seems to hold modules that it replaces, judged without a trial."""
         return True
 
     def configured(self, config: Mapping[str, Any]) -> Replacement:
@@ -142,14 +142,14 @@ class ModuleReplacement(Replacement):
 
     @abstractmethod
     def wants(self, module: nn.Module) -> bool:
-        """Whether a module is of the kind that is replaced."""
+        """Returns whether a module is of the kind that is replaced."""
 
     @abstractmethod
     def make(self, module: nn.Module) -> nn.Module | str:
         """The new module, or the reason why there is none."""
 
     def concerns(self, model: nn.Module) -> bool:
-        """Whether the model holds a module of the kind."""
+        """Returns whether the model holds a module of the kind."""
         return any(map(self.wants, model.modules()))
 
     def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
@@ -224,7 +224,7 @@ class ClassPair(ModuleReplacement):
         return f"{self.source.__name__} modules"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether the source class is there."""
+        """Returns whether the source class is there."""
         name = f"{self.source.__module__}.{self.source.__qualname__}"
         return name in classes_in(profile) and self.requirements.usable_on(cluster)
 
@@ -238,7 +238,7 @@ class ClassPair(ModuleReplacement):
         return {} if keys is None else {key: keys for key in config if key not in keys}
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether it is of the source class, or a subclass where these are included."""
+        """True for a module of the source class, or of a subclass where these are included."""
         # With subclasses included, a target that derives from the source would be replaced again.
         if self.target is not None and type(module) is self.target:
             return False

@@ -211,7 +211,7 @@ def _loss_sum(
 
 
 NOT_OVER: Final = frozenset({"tensor", "sequence", "pipeline"})
-"""Where these divide the model, its last layer or its tokens are in parts."""
+"""Axes that leave the last layer or the tokens in parts when they divide the model."""
 
 _WHOLE_HEAD: Final = Requirements(not_over=NOT_OVER)
 
@@ -233,7 +233,7 @@ class LinearCrossEntropy(Replacement):
     looks_for = "causal language models of transformers"
 
     def concerns(self, model: nn.Module) -> bool:
-        """Whether a model computes a loss."""
+        """Returns whether a model computes a loss."""
         return any(map(_computes_a_loss, model.modules()))
 
     def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:

@@ -49,13 +49,13 @@ class LigerRope(_Liger):
     looks_for = "attention modules of transformers with rotary embeddings"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether Liger is usable and a class has the usual name."""
+        """Returns whether Liger is usable and a class has the usual name."""
         return self.requirements.usable_on(cluster) and any(
             name.startswith("transformers.") and name.endswith("Attention") for name in classes_in(profile)
         )
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether it is an attention module that rotates."""
+        """True for an attention module with rotary embeddings."""
         return _rotation_of(type(module)) is not None
 
     def make(self, module: nn.Module) -> nn.Module | str:
@@ -136,13 +136,13 @@ class LigerSwiglu(_Liger):
     looks_for = "MLPs with a gate"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether Liger is usable and a class has the usual name."""
+        """Returns whether Liger is usable and a class has the usual name."""
         return self.requirements.usable_on(cluster) and any(
             name.endswith("MLP") for name in classes_in(profile)
         )
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether it has the three layers."""
+        """True for a module with the three layers."""
         return _layers_of(module) is not None
 
     def make(self, module: nn.Module) -> nn.Module | str:

@@ -71,7 +71,7 @@ _ABSENT = object()
 
 
 def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
-    """How a ``target`` is made from a ``source``; the first of these that applies.
+    """Returns a function that makes a ``target`` from a ``source``, the first of these that applies.
 
     Settings go to the class method or the constructor, or are set as attributes.
 

@@ -42,7 +42,7 @@ _LEADING = ((12,), (3, 12), (3, 2, 5))
 _PLAIN_NAMES = frozenset({"elementwise_affine"})
 """Attributes that only a constructor reads: whether there is a weight."""
 _MARKS = ("__", "_is_hf_", "_stands_for_")
-"""How attributes begin that transformers and this package leave on modules of any class."""
+"""Prefixes of attributes that transformers and this package leave on modules of any class."""
 _OWN = frozenset(vars(nn.Module()))
 
 
@@ -137,7 +137,7 @@ def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
 
 
 def _is_size(value: object, size: int) -> bool:
-    """Whether an attribute tells a shape alone: D, (D,), or nothing."""
+    """Returns whether an attribute holds only a shape: D, (D,), or nothing."""
     if isinstance(value, (tuple, list)):
         return list(value) == [size]
     return value is None or (type(value) is int and value == size)
@@ -181,7 +181,7 @@ def _is_equivalent(
     fused: tuple[torch.Tensor, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> bool:
-    """Whether all tensors agree but for rounding; the original's are of training and of evaluation."""
+    """True if all tensors agree but for rounding; the original's are of training and of evaluation."""
     lowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     # The original may round once more than the fused pass, in the lower dtype.
     tolerance = 1e-6 if lowest == torch.float32 else 4 * torch.finfo(lowest).eps
@@ -193,7 +193,7 @@ def _is_equivalent(
 
 
 def _is_close(tensor: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Whether dtypes are equal, and values within ``tolerance`` of the largest in their row."""
+    """Returns whether dtypes are equal, and values within ``tolerance`` of the largest in their row."""
     if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
     tensor, other = tensor.float(), other.float()
@@ -220,7 +220,7 @@ class FusedRmsNorm(Replacement):
     looks_for = "hand-written RMSNorms"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether a class not of torch is called an RMSNorm, except on CPUs, where none is fused."""
+        """Returns whether a class not of torch is called an RMSNorm, except on CPUs, where none is fused."""
         if cluster.device_type == "cpu" or not self.requirements.usable_on(cluster):
             return False
         names = classes_in(profile) - {"RMSNorm"}
@@ -233,7 +233,7 @@ class FusedRmsNorm(Replacement):
         return self if cluster.device_type == "cpu" else replace(self, kernel=TRACED)
 
     def concerns(self, model: nn.Module) -> bool:
-        """Whether a module looks like an RMSNorm."""
+        """Returns whether a module looks like an RMSNorm."""
         return any(
             "norm" in type(module).__name__.lower() and _is_candidate(module) for module in model.modules()
         )
@@ -277,16 +277,16 @@ class FusedLayerNorm(Replacement):
     looks_for = "nn.LayerNorm modules"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether apex is usable and there is one."""
+        """True if apex is usable and the model has an ``nn.LayerNorm``."""
         usable = self.kernel == "apex" and self.requirements.usable_on(cluster)
         return usable and "torch.nn.modules.normalization.LayerNorm" in classes_in(profile)
 
     def concerns(self, model: nn.Module) -> bool:
-        """Whether there is one."""
+        """True if the model has an ``nn.LayerNorm``."""
         return any(type(module) is nn.LayerNorm for module in model.modules())
 
     def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
-        """Replaces them, or counts them."""
+        """Replaces or counts the layer norms."""
         if self.kernel == "apex":
             return replace_modules(
                 model,

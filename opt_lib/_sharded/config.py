@@ -150,7 +150,7 @@ class ShardConfig(MethodConfig):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether parameters stay gathered between forward and backward, as ZeRO 2 does."""
+        """True if parameters stay gathered between forward and backward, as in ZeRO 2."""
         return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
     def following(self, plan: Plan) -> Self:

@@ -55,7 +55,7 @@ class _Units(NamedTuple):  # modules that become units, by what makes them one; 
 
 
 def shard(job: Job, method: str, config: ShardConfig) -> None:
-    """Shards parameters, gradients and optimizer states over the mesh; collective.
+    """Shards parameters, gradients and optimizer states over the mesh. Collective.
 
     A model on the meta device is materialised unit by unit, so that a rank never holds more than its shard
     and one unit.
@@ -282,7 +282,7 @@ def _prepare_module(job: Job, config: ShardConfig, materialiser: Materialiser, m
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether a unit inside manages it: a parameter on the model's own axes alone is still to be sharded."""
+    """True if an inner unit manages it. A parameter only on the model's own axes is still to be sharded."""
     # Experts differ between the ranks that share what is around them.
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     return any(name == "expert" or name not in MODEL_AXES for name in names or ())
@@ -356,7 +356,7 @@ _REFUSE_ON_CPU: Final = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
 
 
 def keeps_input_dtypes(job: Job, config: ShardConfig) -> bool:
-    """Whether the model's inputs stay as they are given, as autocast alone leaves them.
+    """Returns whether model inputs keep their dtypes, as under autocast alone.
 
     Autocast casts where 16 bits suffice, but times and positions need more. ``mixed_precision`` overrides it.
     """

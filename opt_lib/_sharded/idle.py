@@ -70,7 +70,7 @@ class IdleParameters:
             unit.register_forward_pre_hook(disable(partial(self._watch_unit_input, parts)), with_kwargs=True)
 
     def text(self) -> str:
-        """What is known by now, for the report."""
+        """The findings so far, for the report."""
         what = "modules that some pass has not used on this rank, where their gradients count as none: "
         return what + first_few(list(self._idle_names)) if self._idle_names else ""
 

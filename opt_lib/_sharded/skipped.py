@@ -57,7 +57,7 @@ class SkippedUnits:
         root.register_forward_hook(disable(self._end_forward), prepend=True)
 
     def text(self) -> str:
-        """What is known by now, for the report."""
+        """The findings so far, for the report."""
         what = "units that some pass has skipped on this rank, gathered beside those of the others: "
         return what + first_few(list(self._skipped_names)) if self._skipped_names else ""
 

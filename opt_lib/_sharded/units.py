@@ -211,7 +211,7 @@ def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
 def broadcast_from_first(
     job: Job, tensors: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Gives ``tensors``, or this rank's shards of them, the values of a group's first rank; collective.
+    """Gives ``tensors``, or this rank's shards of them, the values of a group's first rank. Collective.
 
     Args:
         job: the job, for its device and mesh.
@@ -272,7 +272,7 @@ def expert_parameters(job: Job) -> set[nn.Parameter]:
 
 
 def replicate_experts(job: Job) -> None:
-    """Averages gradients of experts over the ranks that hold the same ones; collective."""
+    """Averages gradients of experts over the ranks that hold the same ones. Collective."""
     assert job.mesh is not None
     copies = job.mesh.copies
     for module in job.parts.experts if copies.size() > 1 else ():
@@ -281,7 +281,7 @@ def replicate_experts(job: Job) -> None:
 
 
 def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
-    """Shards experts over the ranks that hold the same ones; collective.
+    """Shards experts over the ranks that hold the same ones. Collective.
 
     Args:
         job: the job.

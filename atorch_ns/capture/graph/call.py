@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 UNKNOWN_SIZE = 2**31 - 1
-"""Stands for a size that depends on values: a prime, which no number of ranks divides."""
+"""Placeholder of a size that depends on values: a prime that no number of ranks divides."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; sizes that follow the batch are those of the captured sample."""
+    """Shape and dtype of a tensor. Sizes that depend on the batch are those of the captured sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -23,12 +23,12 @@ class TensorSpec:
 
     @property
     def is_float(self) -> bool:
-        """Whether gradients may flow through it, and sums of it are meant as real numbers."""
+        """Whether its dtype is floating point, so that gradients may flow and partial sums make sense."""
         return self.dtype.is_floating_point
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor; a size that depends on values counts once."""
+        """Bytes of the whole tensor. A size that depends on values counts as 1."""
         count = 1
         for size in self.known_shape:
             count *= size
@@ -36,7 +36,7 @@ class TensorSpec:
 
     @property
     def known_shape(self) -> tuple[int, ...]:
-        """The shape, with 1 for sizes that depend on values."""
+        """The shape, with 1 in place of sizes that depend on values."""
         return tuple(1 if size == UNKNOWN_SIZE else size for size in self.shape)
 
 
@@ -62,11 +62,11 @@ class Call:
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Its tensor arguments, in order; those in a list one after the other."""
+        """Its tensor arguments in order, lists flattened."""
         return tuple(_tensor_specs((self.args, tuple(self.kwargs.values()))))
 
     def argument(self, name: str) -> Any:
-        """The value of an argument by the name that the operator's schema gives it, its default included."""
+        """The value of an argument by its name in the operator's schema, or its default."""
         return self._bound_arguments[name]
 
     @cached_property

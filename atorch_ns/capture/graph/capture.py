@@ -42,11 +42,11 @@ class CaptureError(InputError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an input of the graph comes from.
+    """Origin of an input of the graph.
 
     Attributes:
         kind: ``parameter``, ``buffer``, ``constant`` or ``input``.
-        name: the parameter's or buffer's name in the model, or that of the constant; for an input its number.
+        name: name of the parameter, buffer or constant; for an input, its index.
     """
 
     kind: str
@@ -58,14 +58,14 @@ class Captured:
     """A captured forward pass.
 
     Attributes:
-        graph: its nodes; placeholders first, and the output a tuple.
-        origins: where each placeholder's value comes from.
+        graph: the fx graph. Placeholders come first, and the output is a tuple.
+        origins: origin of each placeholder's value.
         constants: tensors that the model's code makes, by name.
-        pinned: nodes that share memory with a value that is written to.
-        guards: for each input its sizes, an int or the name of a size that may vary, and its dtype.
-        structure: the nest of arguments, with numbers for tensors, and their other leaves.
-        outputs: the nest that the model returns, with numbers of results for tensors.
-        reads: attributes of modules and configs that its code has read: path of the owner, and name.
+        pinned: nodes that share memory with a value written in place.
+        guards: sizes (an int, or the name of a varying size) and dtype of each input.
+        structure: the nest of arguments, with indices in place of tensors.
+        outputs: the nest of results, with indices in place of tensors.
+        reads: attributes of modules and configs that the code has read, as owner's path and name.
     """
 
     graph: fx.Graph
@@ -78,7 +78,7 @@ class Captured:
     reads: frozenset[tuple[str, str]] = frozenset()
 
     def fits(self, tensors: Sequence[torch.Tensor], structure: Any) -> bool:
-        """Whether it holds for these inputs: same nest, dtypes and fixed sizes, one size for each name."""
+        """Whether the capture fits these inputs: same nest, dtypes and fixed sizes, one size per name."""
         sizes: dict[int | str, int] = {}
         if structure != self.structure or len(tensors) != len(self.guards):
             return False
@@ -94,7 +94,7 @@ class Captured:
 
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
-    """The tensors among arguments, in order, and the nest of all arguments with numbers for tensors."""
+    """The tensors among arguments in order, and the nest of arguments with indices in place of tensors."""
     tensors: list[torch.Tensor] = []
 
     def number(_: Any, leaf: Any) -> Any:
@@ -107,7 +107,7 @@ def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list
 
 
 class _Place:
-    """The place of a tensor in a nest; no dataclass, which would be a nest itself."""
+    """The place of a tensor in a nest. Not a dataclass, which would be a nest itself."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -120,7 +120,7 @@ class _Place:
 
 
 def filled(nest: Any, tensors: Sequence[Any]) -> Any:
-    """A nest with tensors where :func:`flat_arguments` put their numbers."""
+    """A nest with tensors in place of the indices from :func:`flat_arguments`."""
     return map_leaves(lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, nest)
 
 
@@ -383,7 +383,7 @@ def _inline_region(body: fx.GraphModule, inputs: Sequence[Any], graph: fx.Graph,
 
 
 def _functionalize_graph(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
-    """Replaces operators that write by those that return; gives what shares memory with other writes."""
+    """Replaces in-place operators by functional ones. Returns nodes that share memory with other writes."""
     shares = _Shares()
     write_targets: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -426,7 +426,7 @@ class _Shares:
             self._groups[node] = together
 
     def alone(self, value: fx.Node) -> bool:
-        """Whether nothing so far shares memory with a value, which the graph itself has made."""
+        """Whether no other node so far shares memory with a value that the graph itself has made."""
         return value.op == "call_function" and len(self.group(value)) == 1
 
 

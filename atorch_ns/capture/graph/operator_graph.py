@@ -36,14 +36,14 @@ class Operator:
     """One operator of the graph.
 
     Attributes:
-        key: names it, and those like it in other blocks, in plans.
+        key: its name in plans, shared with equal operators in other blocks.
         path: path of the module that calls it; empty for the model itself.
-        classes: classes of the modules that hold the call, joined by dots, the model's first.
+        classes: classes of the modules around the call, from the model inwards, joined by dots.
         name: the operator's short name, as ``linear``.
-        inputs: the values it takes, one for each of :attr:`Call.tensors`.
-        results: the nodes that hold its results, ``None`` where one is not used.
+        inputs: its input values, one for each of :attr:`Call.tensors`.
+        results: the nodes of its results; ``None`` for an unused one.
         call: the call as rules see it.
-        modes: the states it runs in.
+        modes: gradient and autocast modes around the call.
         source: file, line and text of the user's code that calls it.
         segment: number of its segment.
         pinned: whether it must not be divided.
@@ -74,7 +74,7 @@ class OperatorSegment:
     Attributes:
         path: path of the block; empty between blocks.
         nodes: its nodes, numbers included.
-        kind: the block's path as keys have it.
+        kind: path of the block in keys.
     """
 
     path: str
@@ -87,10 +87,10 @@ class OperatorGraph:
 
     Args:
         blocks: paths of repeated blocks in the captured model.
-        counts: how many blocks of the whole model each block stands for, where some were left out.
+        counts: number of blocks of the whole model that each block represents, if some were left out.
         units: paths of modules that are divided each by itself, as a pipeline's stages call them: tensors
             between them are whole. ``None`` if the model is divided as one.
-        within: the path, as keys have it, of the unit that the captured model is; empty for a whole model.
+        within: path in keys of the unit if the captured model is one; empty for a whole model.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class OperatorGraph:
 
     @cached_property
     def producers(self) -> Mapping[fx.Node, tuple[Operator, int]]:
-        """The operator that gives a value, and the number of its result."""
+        """The operator that produces each value, and the index of the value among its results."""
         return {
             node: (op, number)
             for op in self.operators
@@ -136,11 +136,11 @@ class OperatorGraph:
         return tuple(last.args[0])
 
     def spec(self, value: fx.Node) -> TensorSpec:
-        """The shape and dtype of a value, and whether gradients flow to it."""
+        """The shape and dtype of a value, and whether it receives gradients."""
         return spec_of(value.meta["val"], learnt=value in self._learnt)
 
     def count(self, segment: int) -> int:
-        """How many segments of the whole model a segment stands for."""
+        """Number of segments of the whole model that a segment represents."""
         return self._counts.get(self.segments[segment].path, 1)
 
     def parameter_key(self, node: fx.Node) -> str:
@@ -155,7 +155,7 @@ class OperatorGraph:
         return ".".join(filter(None, (self.within, path)))
 
     def is_between(self, op: Operator) -> bool:
-        """Whether an operator lies between the units, which is whole wherever it runs."""
+        """Whether an operator lies between units. Such an operator is never divided."""
         return self.in_units and not self.segments[op.segment].path
 
     def _iter_operators(self) -> Iterator[Operator]:
@@ -341,7 +341,7 @@ class Shallow:
     """The graph of a shallow copy of a model.
 
     Attributes:
-        graph: its operators; each block knows how many of the model it stands for.
+        graph: its operators, with the number of the model's blocks that each block represents.
         containers: the lists of blocks that were shortened.
         inputs: the tensors among the arguments.
     """
@@ -351,7 +351,7 @@ class Shallow:
     inputs: Sequence[torch.Tensor]
 
     def copy_name(self, name: str) -> str:
-        """What stands in the copy for a parameter or module of the model."""
+        """The name in the copy of a parameter or module of the model."""
         for path, container in self.containers.items():
             for block, index in zip(container.blocks, container.stands_for, strict=True):
                 if name == block or name.startswith(f"{block}."):

@@ -24,11 +24,11 @@ _OURS = ("torch.", "atorch_ns.", "opt_lib.")  # where the hooks that methods reg
 
 
 class UnrepeatableError(Exception):
-    """Something that the model's code does and a graph would not."""
+    """An effect of the model's code that a graph would not repeat."""
 
 
 class ChangedError(UnrepeatableError):
-    """A forward pass that has changed attributes; perhaps only once, by setting what was not set.
+    """A forward pass has changed attributes, perhaps only once on the first call.
 
     Args:
         values: the attributes as they are now: ``(owner, name, value)``.
@@ -39,7 +39,7 @@ class ChangedError(UnrepeatableError):
         self._values = values
 
     def settle(self) -> None:
-        """Leaves the attributes as that pass has left them, which a capture takes back."""
+        """Sets the attributes to the values after that pass, which a capture would otherwise restore."""
         for owner, name, value in self._values:
             setattr(owner, name, value)
 
@@ -55,7 +55,7 @@ def _attribute_facts(owner: Mapping[str, Any], is_custom: bool = True) -> Iterat
 
 
 def _value_snapshot(value: Any) -> Any:
-    """What stands for an attribute's value; ``_MISSING`` for what is not looked at."""
+    """A comparable snapshot of an attribute's value; ``_MISSING`` for values that are ignored."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -75,7 +75,7 @@ def _value_snapshot(value: Any) -> Any:
 
 
 def _iter_owners(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """A model's modules and configs, once each: name for messages, owner, whether its class is the user's."""
+    """A model's modules and configs, once each: name for messages, owner, and whether the class is custom."""
     ids: set[int] = set()
     for path, module in model.named_modules():
         for name, owner in ((path, module), (f"{path}.config".removeprefix("."), vars(module).get("config"))):
@@ -87,10 +87,10 @@ def _iter_owners(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
 class PythonState:
     """The attributes of a model's modules when it was captured.
 
-    Tensors that are registered are no part of it: they are read where they are when the graph runs.
+    Registered tensors are left out, since the graph reads them when it runs.
 
     Args:
-        reads: the attributes that count, by the path of their owner and their name; ``None`` for all.
+        reads: the relevant attributes, as owner's path and name; ``None`` for all.
     """
 
     def __init__(self, model: nn.Module, reads: Collection[tuple[str, str]] | None = None) -> None:
@@ -105,7 +105,7 @@ class PythonState:
                 self._owners.append((path, owner, custom, relevant))
 
     def holds(self) -> bool:
-        """Whether all attributes are as they were."""
+        """Whether no attribute has changed."""
         for _, owner, _, facts in self._owners:
             attributes = vars(owner)
             for name, value in facts.items():
@@ -115,7 +115,7 @@ class PythonState:
         return True
 
     def changed(self) -> dict[str, tuple[Any, str, Any]]:
-        """Attributes that count and have changed or are new: owner, name and value by path."""
+        """Relevant attributes that have changed or are new, as owner, name and value by path."""
         changes = {}
         for path, owner, custom, facts in self._owners:
             now = dict(_attribute_facts(vars(owner), custom))
@@ -127,7 +127,7 @@ class PythonState:
 
 @contextmanager
 def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
-    """Attributes of modules and configs that the code inside reads: path of the owner, and name."""
+    """Records the attributes of modules and configs that the code inside reads, as owner's path and name."""
     paths = {id(owner): path for path, owner, _ in _iter_owners(model)}
     reads: set[tuple[str, str]] = set()
     kinds: dict[type, type] = {}
@@ -159,7 +159,7 @@ def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
 
 
 def carry_state(model: nn.Module, copy: nn.Module) -> None:
-    """Gives the modules of a copy the attributes that those of the model have now."""
+    """Copies the present attributes of the model's modules to the modules of a copy."""
     mine = dict(copy.named_modules(remove_duplicate=False))
     ids: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -178,10 +178,10 @@ def carry_state(model: nn.Module, copy: nn.Module) -> None:
 
 @contextmanager
 def repeatable(model: nn.Module) -> Iterator[None]:
-    """Around a forward pass of ``model``: refuses what would happen once, at the capture, and never again.
+    """Refuses effects of a forward pass of ``model`` that would happen only once, during the capture.
 
     Raises:
-        UnrepeatableError: naming it.
+        UnrepeatableError: naming the effect.
     """
     state, tensor_ids = PythonState(model), _registered_tensor_ids(model)
     generator_states = random.getstate(), _numpy_state()  # not torch's, so a graph would not repeat the draws
@@ -202,7 +202,7 @@ def repeatable(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuses the user's forward hooks on modules that a graph stands for: their side effects would be lost.
+    """Refuses the user's forward hooks on captured modules, since their side effects would be lost.
 
     Raises:
         UnrepeatableError: naming the module.
@@ -237,7 +237,7 @@ def _refuse_function(kind: type) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what acts on tensors outside of operators."""
+    """Refuses actions on tensors outside of operators."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

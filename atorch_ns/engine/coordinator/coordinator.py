@@ -56,7 +56,7 @@ class Membership:
         self.last_task_id = max(self.last_task_id, last_task_id)
 
     def has(self, rank: int) -> bool:
-        """Whether a rank has joined."""
+        """Returns whether a rank has joined."""
         return rank in self._members
 
     def record_contact(self, rank: int, now: float) -> None:
@@ -89,7 +89,7 @@ class Membership:
 
 
 def since(seconds: float) -> str:
-    """A time ago, as a time of day."""
+    """Returns the time of day some seconds ago."""
     return (datetime.now() - timedelta(seconds=seconds)).strftime("%H:%M:%S")
 
 
@@ -147,12 +147,12 @@ class Coordinator:
 
     @property
     def over(self) -> Over | None:
-        """The end, once it has come."""
+        """End of the search, once it has come."""
         return self._over
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody ended the search before its time."""
+        """True if somebody ended the search before its time."""
         return self._is_cancelled
 
     def join(self, rank: int, session: str = "", last_task_id: int = 0) -> float:
@@ -239,7 +239,7 @@ class Coordinator:
         return answer
 
     def leave(self, rank: int, reason: str = "") -> None:
-        """Takes a rank's last call. Before the end it ends the search on all ranks, for the reason given."""
+        """Takes a rank's last call. Before the end, it ends the search on all ranks for this reason."""
         with self._condition:
             if not self._members.has(rank):
                 return
@@ -262,7 +262,7 @@ class Coordinator:
         self.events.deliver()
 
     def tick(self) -> None:
-        """Looks at the clock: who has vanished, what is late."""
+        """Checks the clock for ranks that have vanished and trials that are late."""
         with self._condition:
             self._advance_search()
         self.events.deliver()

@@ -39,7 +39,7 @@ def event_to_json(event: Event) -> bytes:
 
 
 def event_from_json(data: bytes) -> Event:
-    """What :func:`event_to_json` wrote.
+    """Reads JSON from :func:`event_to_json`.
 
     Raises:
         InputError: it is something else.
@@ -54,7 +54,7 @@ def event_from_json(data: bytes) -> Event:
 
 
 _MAX_LOGGED = 10_000  # events that observers in other processes can fetch
-_MAX_AT_ONCE = 20  # in the answer to one heartbeat
+_MAX_AT_ONCE = 20  # events in the answer to one heartbeat
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -110,7 +110,7 @@ class EventQueue:
         return self._log[max(0, number) : max(0, number) + _MAX_AT_ONCE]
 
     def deliver(self) -> None:
-        """Gives the observer all that waits, unless another thread is doing so already."""
+        """Gives the observer all waiting events, unless another thread is doing so already."""
         # An event may be put between the last look and the release, so it looks once more.
         while self._observer is not None and self._waiting and self._delivering.acquire(blocking=False):
             try:

@@ -55,7 +55,7 @@ class OneJob:
         return self._coordinator
 
     def create(self, record: JobRecord) -> int:
-        """Refuses: the search is there from the start."""
+        """Refuses, since the search exists from the start."""
         raise CoordinatorError(
             "this coordinator serves only one search; create jobs on `atorch-ns engine serve`"
         )
@@ -126,7 +126,7 @@ class JobStore:
         return self._jobs / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.json"
 
 
-_MAX_JOBS = 64  # under way at once
+_MAX_JOBS = 64  # jobs under way at once
 
 
 @dataclass(kw_only=True)
@@ -200,10 +200,10 @@ class EngineJobs:
             return entry.coordinator
 
     def create(self, record: JobRecord) -> int:
-        """Makes a job; the same again gives the one there is.
+        """Makes a job. The same call again keeps the existing job.
 
         Returns:
-            How many trials of an unfinished search are taken over, or 1 for a known strategy.
+            Number of trials taken over from an unfinished search, or 1 for a known strategy.
 
         Raises:
             CoordinatorError: another job has this name, or there are too many.
@@ -225,7 +225,7 @@ class EngineJobs:
         return taken_over
 
     def tick(self) -> None:
-        """Moves all coordinators; notes what has ended, and forgets what ended long ago."""
+        """Moves all coordinators, records the jobs that have ended, and forgets those that ended long ago."""
         with self._lock:
             jobs = list(self._jobs.items())
         now = self._clock()

@@ -60,7 +60,7 @@ _COLLATERAL_PLACE = _CAUSES.index("hung") + 0.5  # behind every real cause, befo
 
 
 def has_failed(report: RankReport) -> bool:
-    """Whether the rank gave no step times."""
+    """Returns whether the rank gave no step times."""
     return report.status not in ("ok", "stopped early")
 
 
@@ -117,7 +117,7 @@ def _of_all(values: Sequence[int | None]) -> tuple[int, ...]:
 
 
 Verdict = Literal["taken", "duplicate", "stale"]
-"""What became of a report."""
+"""Result of taking a report."""
 
 
 @dataclass(kw_only=True)
@@ -156,7 +156,7 @@ class TrialUnderWay:
         return "taken"
 
     def has_reported(self, rank: int) -> bool:
-        """Whether this rank has reported."""
+        """Returns whether this rank has reported."""
         return rank in self._reports
 
     @property

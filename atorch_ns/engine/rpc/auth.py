@@ -77,13 +77,13 @@ def bearer(token: str) -> tuple[str, str]:
 
 
 def same_token(header: str | bytes | None, token: str) -> bool:
-    """Whether the metadata's value is this token's; takes the same time wherever they differ."""
+    """Returns whether the metadata carries this token, in the same time wherever they differ."""
     text = header.encode() if isinstance(header, str) else header or b""
     return hmac.compare_digest(text, bearer(token)[1].encode())
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is reached from this machine only."""
+    """Returns whether an address or name can be reached from this machine only."""
     bare = host.strip("[]")
     if bare.lower() == "localhost":
         return True

@@ -173,7 +173,7 @@ def _channel_options(max_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         ("grpc.enable_retries", 1),
-        ("grpc.max_receive_message_length", 4 * max_bytes),  # what the server may send
+        ("grpc.max_receive_message_length", 4 * max_bytes),  # limit of the server's messages
         ("grpc.max_send_message_length", 2 * max_bytes),  # never reached: call checks before
         ("grpc.enable_http_proxy", 0),  # a proxy for the web is no way to a rank
         ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, so that closing it ends it

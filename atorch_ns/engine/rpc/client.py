@@ -30,7 +30,7 @@ from atorch_ns.search import (
 
 T = TypeVar("T")
 
-_MIN_BEAT_TIMEOUT_S = 2.0  # of one heartbeat; small jobs send them every 0.2 s
+_MIN_BEAT_TIMEOUT_S = 2.0  # least time-out of one heartbeat; small jobs send them every 0.2 s
 
 
 class CoordinatorClient:
@@ -88,7 +88,7 @@ class CoordinatorClient:
         """Makes this job on a standalone engine; rank 0 does it before the others join.
 
         Returns:
-            How many trials of the same fingerprint the engine knows.
+            Number of trials of the same fingerprint that the engine knows.
 
         Raises:
             CoordinatorError: it cannot be reached, or refuses.
@@ -164,7 +164,7 @@ class CoordinatorClient:
         self._done_id = max(self._done_id, report.task_id)
 
     def cancelled(self, task_id: int) -> bool:
-        """Whether the last heartbeat said to end this running task."""
+        """Returns whether the last heartbeat said to end this running task."""
         return self._past_incarnation == self._incarnation or task_id in self._to_end
 
     def cancel(self, reason: str) -> None:

@@ -47,7 +47,7 @@ class LocalClient:
         self._done_id = report.task_id
 
     def cancelled(self, task_id: int) -> bool:
-        """Whether a running task is to be ended."""
+        """Returns whether a running task is to be ended."""
         beat = self._coordinator.heartbeat(self._rank)  # the only signs of life while a trial runs
         return beat.over or task_id in beat.cancel
 
@@ -61,7 +61,7 @@ class LocalClient:
             self._coordinator.leave(self._rank, reason)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing, as there is nothing to close."""
 
 
 Client = CoordinatorClient | LocalClient

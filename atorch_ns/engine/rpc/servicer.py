@@ -16,8 +16,8 @@ from atorch_ns.errors import InputError
 from atorch_ns.search import Candidate, SearchSetting, SearchSettings, from_json, to_json
 
 SERVICE = "atorch_ns.engine.v1.Coordinator"
-_MAX_WAIT_S = 10.0  # of one call for a task; then the rank calls again
-_ASK_AGAIN_S = 0.5  # where as many calls wait as may
+_MAX_WAIT_S = 10.0  # limit of one call for a task; then the rank calls again
+_ASK_AGAIN_S = 0.5  # pause before the next call if too many calls wait
 _MAX_NAME_CHARACTERS = 200
 
 

@@ -99,7 +99,7 @@ class InProcessWorker:
         return run.report
 
     def close(self) -> None:
-        """Nothing is left running."""
+        """Does nothing, as nothing is left running."""
 
 
 @contextmanager

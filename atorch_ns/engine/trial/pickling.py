@@ -34,7 +34,7 @@ _UNKNOWN_STD: Final = 0.02  # initializer_range of most transformers of Hugging 
 
 @dataclass(frozen=True)
 class Moments:
-    """What a tensor's values look like, from a sample of at most 65,536 of them.
+    """Statistics of a tensor's values, from a sample of at most 65,536 of them.
 
     Attributes:
         mean, std: moments of the finite values; ``std`` 0 for a constant.
@@ -106,7 +106,7 @@ def _initialise_module(module: nn.Module) -> None:
     if callable(reset):
         try:
             reset()
-        except Exception:  # the caller draws what this leaves unset
+        except Exception:  # the caller draws the values that this leaves unset
             return
 
 
@@ -130,7 +130,7 @@ _SENT: Final = (
     "dataloader_args", "distributed_sampler_cls",
 )  # fmt: skip
 _REBUILD: Final = "rebuild tensor"
-# What a trial has no use for: it loads in its own process, and runs for a few steps only.
+# Settings without use in a trial, which loads in its own process and runs for a few steps only.
 _LOADER_ARGS_LEFT_OUT: Final = (
     "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn",
     "timeout", "pin_memory",
@@ -175,14 +175,14 @@ def pack(
 
 
 def unpack(data: bytes) -> Unpacked:
-    """Rebuilds what :func:`pack` made. Imports the user's modules; runs no torch operators but copies."""
+    """Unpacks the result of :func:`pack`. Imports the user's modules; runs no torch operators but copies."""
     reader = _Unpickler(io.BytesIO(data))
     inputs: Inputs
     states: dict[str, Any]
     inputs, states = reader.load()
     model = inputs.model
     if reader.moments:
-        # What materialises a model asks the model itself for initial values first.
+        # Code that materialises a model first asks the model itself for initial values.
         by_id = {id(tensor): moments for tensor, moments in reader.moments}
         tensors = itertools.chain(
             model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -243,7 +243,7 @@ def _sent_whole(names: tuple[str, ...]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Record:
-    """One tensor: its shape and dtype, and its bytes, or what its values look like."""
+    """One tensor: its shape and dtype, and its bytes or the statistics of its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

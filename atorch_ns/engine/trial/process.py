@@ -86,7 +86,7 @@ REPORT: Final = TypeAdapter(RankReport)
 TASK: Final = TypeAdapter(TrialTask)
 
 _SEED: Final = 0
-_LINGER_S: Final = 2.0  # for the other ranks to finish their last collective
+_LINGER_S: Final = 2.0  # time for the other ranks to finish their last collective
 _POLL_S: Final = 0.002
 # The parent ends a trial at its deadline; this is for one whose parent is gone or stuck.
 _ORPHAN_GRACE_S: Final = 60.0
@@ -129,7 +129,7 @@ def be_trial(
 ) -> NoReturn:
     """Runs ``task``, writes phases and the report to ``report_fd``, and ends the process.
 
-    ``loading_bytes`` of host memory were taken by loading what a process that trains loads as well.
+    ``loading_bytes`` of host memory were taken by loading objects that a training process loads as well.
     """
     start = time.monotonic()
     if task.kind == "single":

@@ -37,7 +37,7 @@ class CollectiveCount(TorchDispatchMode):
 
     Attributes:
         totals: by kind, the calls and the bytes of whole tensors (the gathered result, or the reduced input).
-        record_bytes: what torch's flight recorder keeps of them, in host memory.
+        record_bytes: host memory in which torch's flight recorder keeps them.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Worker(Protocol):
     """Runs the trials of one rank, one at a time."""
 
     def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
-        """Runs a trial; never raises for what the trial does.
+        """Runs a trial. Failures of the trial never raise.
 
         Args:
             task: the task to run. Overrunning ``task.deadline_s`` gives the status "hung".

@@ -41,7 +41,7 @@ Decision = Literal["go on", "enough", "worse"]
 
 
 def decide(rule: StopRule, times: Sequence[float]) -> Decision:
-    """Whether a trial goes on after the steps timed so far.
+    """Decides whether a trial goes on after the steps timed so far.
 
     Args:
         rule: how long it runs.
@@ -93,7 +93,7 @@ def _t_quantile(probability: float, freedom: int) -> float:
 
 _SETTLING_STEPS: Final = 2  # the first makes the optimizer's states, after it DDP arranges its buckets anew
 _NUM_BATCHES: Final = 4
-_MOST_LEVEL_STEPS: Final = 64  # until memory is level; what more steps add is predicted from its growth
+_MOST_LEVEL_STEPS: Final = 64  # until memory is level; growth over further steps is predicted
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def run_trial(
     interrupt: Callable[[], Interrupted | None] = lambda: None,
     start: float | None = None,
 ) -> TrialRun:
-    """Runs a task; collective. Changes the model; every failure becomes a report.
+    """Runs a task and changes the model. Every failure becomes a report. Collective.
 
     Args:
         inputs: the user's objects, for this trial alone. What is on meta is materialised.
@@ -130,7 +130,7 @@ def run_trial(
         held_bytes: bytes that count towards the limit and that this process has taken before.
         begins_whole: whether weights are made before the strategy is applied, as in a user's whole model.
         on_phase: called with a short name when each phase begins.
-        interrupt: polled between blocks of steps; what it returns on any rank ends the trial on all.
+        interrupt: polled between blocks of steps; an interruption on any rank ends the trial on all.
         start: when the task arrived (``time.monotonic``); ``None`` for now.
     """
     start = time.monotonic() if start is None else start
@@ -230,7 +230,7 @@ class _Trial:
                     stack.enter_context(limit_memory(self.enforced_bytes, device, held_bytes=self.held_bytes))
                     self.enforced = True
                 except BackendError:
-                    traceback.print_exc()  # what was measured is held to the limit in any case
+                    traceback.print_exc()  # the measurement is held to the limit in any case
             yield
 
     def _run_with_less(self, ran: _Steps, further_bytes: int, device: torch.device) -> None:
@@ -349,7 +349,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the steps of a trial gave, and what further steps need."""
+    """Results of a trial's steps, and the state for further steps."""
 
     result: Result
     batches: Iterator[Any]
@@ -369,7 +369,7 @@ class _GrowthOverSteps:
         self._growth = MemoryGrowth()
 
     def step(self, number: int = 1) -> None:
-        """``number`` further steps were run."""
+        """Notes that ``number`` further steps were run."""
         self.num_steps += number
         peak = self._process.peak_bytes()
         if peak is not None:
@@ -377,7 +377,7 @@ class _GrowthOverSteps:
 
     @property
     def is_level(self) -> bool:
-        """Whether it has ended, or cannot be measured."""
+        """True if growth has ended or cannot be measured."""
         return not self._growth.num_steps or self._growth.is_level
 
     def further(self, collectives: CollectiveCount | None) -> int:

@@ -19,8 +19,8 @@ from atorch_ns.search import TrialStatus, TrialTask
 from atorch_ns.text import signal_text
 
 _POLL_S: Final = 0.05
-_KILL_LIMIT_S: Final = 2.0  # for a killed trial to be gone
-_STACKS_LIMIT_S: Final = 1.0  # for the stacks of all threads to be written
+_KILL_LIMIT_S: Final = 2.0  # time for a killed trial to be gone
+_STACKS_LIMIT_S: Final = 1.0  # time for the stacks of all threads to be written
 # A rank that lost its peers waits this long to hear from the coordinator that one of them failed.
 _PEER_GRACE_S: Final = 5.0
 
@@ -50,7 +50,7 @@ class TrialWatch:
     exit_code: int | None = None
 
     def follow(self, cancelled: Callable[[], bool]) -> RankReport:
-        """Waits until the trial has ended, whatever ends it; its report."""
+        """Waits until the trial has ended, whatever ends it, and returns its report."""
         start = time.monotonic()
         kills = oom_kills()  # compared when the trial dies
         self.process.command(
@@ -76,7 +76,7 @@ class TrialWatch:
         return replace(self.report, setup_seconds=setup + late if setup else 0.0, total_seconds=total)
 
     def kill(self) -> None:
-        """Ends the trial and what it started; returns when it is gone."""
+        """Ends the trial and all that it started. Returns when it is gone."""
         limit = time.monotonic() + _KILL_LIMIT_S
         self.process.command({"do": "kill"})
         while self.exit_code is None and self.process.alive and time.monotonic() < limit:

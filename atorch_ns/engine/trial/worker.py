@@ -158,7 +158,7 @@ class TrialWorker:
         return self._with_log(report, log, overran=report.total_seconds > task.deadline_s)
 
     def close(self) -> None:
-        """Ends the helper and what it runs; may be called twice."""
+        """Ends the helper and its trial. May be called twice."""
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -20,7 +20,7 @@ from atorch_ns.system import kill_group
 from atorch_ns.text import signal_text
 
 _LENGTH: Final = struct.Struct("!I")  # number of bytes of the JSON that follows
-_CHUNK: Final = 65536  # what a pipe of Linux holds
+_CHUNK: Final = 65536  # capacity of a pipe on Linux
 
 
 def send(fd: int, message: Mapping[str, Any]) -> None:
@@ -91,8 +91,8 @@ _BOOT: Final = (
 )
 # Asking CUDA whether it is there would initialise it, and forks could no longer use it.
 _NO_CUDA_CONTEXT: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-_EXIT_S: Final = 2.0  # for a zygote whose pipe was closed
-_ENDING_S: Final = 0.5  # between the end of its pipe and its own
+_EXIT_S: Final = 2.0  # time for a zygote to exit after its pipe was closed
+_ENDING_S: Final = 0.5  # time between the end of its pipe and its exit
 
 
 class WorkerProcess:
@@ -140,7 +140,7 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs and listens."""
+        """True if it still runs and listens."""
         return self._process.poll() is None and not self._receiver.closed
 
     def command(self, message: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class WorkerProcess:
         return message
 
     def how_it_died(self) -> str:
-        """How the zygote ended, as a clause."""
+        """Returns how the zygote ended, as a clause."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)  # its pipe closes a moment before it is gone
         code = self._process.returncode

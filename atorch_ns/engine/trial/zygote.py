@@ -88,7 +88,7 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
 
 
 def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
-    """Is one trial, where forks cannot have CUDA: everything is loaded anew.
+    """Runs one trial where forks cannot have CUDA. It loads everything anew.
 
     Args:
         job_fd: as for :func:`main`.
@@ -110,7 +110,7 @@ def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Things that trials share: setting, user's objects, methods, and the bytes that loading these took."""
+    """Objects that trials share: setting, user's objects, methods, and the bytes that loading them took."""
 
     setting: TrialSetting
     job: Unpacked
@@ -119,7 +119,7 @@ class _Loaded:
 
     @classmethod
     def read(cls, fd: int) -> _Loaded:
-        """From the file's beginning; it stays open."""
+        """Reads them from the file's beginning. The file stays open."""
         os.lseek(fd, 0, os.SEEK_SET)
         with os.fdopen(fd, "rb", closefd=False) as file:
             setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone

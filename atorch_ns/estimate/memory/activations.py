@@ -19,7 +19,7 @@ from atorch_ns.profile import Growth, PhaseCost, SegmentCost, Trace
 from atorch_ns.strategy import Plan
 
 GradientLife = Literal["none", "keeping", "passing"]
-"""How long a parameter's gradient counts in the stretch that makes it: not, to its end, until handed on."""
+"""Lifetime of a parameter's gradient in the stretch that makes it: none, to its end, or until handed on."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SegmentBytes:
 
     @cached_property
     def incoming(self) -> tuple[np.ndarray, ...]:
-        """Bytes that are alive besides when the backward pass begins."""
+        """Further bytes that are alive when the backward pass begins."""
         return tuple(self.value(cost.incoming, s) for s, cost in enumerate(self.costs))
 
     @cached_property
@@ -77,7 +77,7 @@ class SegmentBytes:
 
     @cached_property
     def until_return(self) -> np.ndarray:
-        """[R] what a rank's segments hold that is gone before their backward pass."""
+        """[R] bytes that a rank's segments hold and free before their backward pass."""
         each = (
             count * self.value(cost.held, s)
             for s, (cost, count) in enumerate(zip(self.costs, self.parts.counts, strict=True))
@@ -86,14 +86,14 @@ class SegmentBytes:
 
     @cached_property
     def forward_peaks(self) -> tuple[np.ndarray, ...]:
-        """The most of a forward pass."""
+        """Peak bytes of a forward pass."""
         return tuple(
             self._max_of_lines(cost.forward.peaks or (cost.forward.peak,), s)
             for s, cost in enumerate(self.costs)
         )
 
     def backward_peak(self, s: int, gradients: GradientLife) -> np.ndarray:
-        """[R] the most of a backward pass of segment ``s``."""
+        """[R] peak bytes of a backward pass of segment ``s``."""
         if (s, gradients) not in self._backward_peaks:
             lines = _peak_lines(self.costs[s].backward, gradients)
             self._backward_peaks[s, gradients] = self._max_of_lines(lines, s)
@@ -136,7 +136,7 @@ class Activations:
     Attributes:
         plan: the plan that they have in common.
         bytes: bytes of one block of each segment.
-        offloads: whether what recomputation begins from is in a memory that is not the device's.
+        offloads: whether the inputs of recomputation are kept outside the device's memory.
     """
 
     plan: Plan
@@ -155,15 +155,15 @@ class Activations:
         return self.bytes.costs
 
     def before(self, s: int, j: Place) -> np.ndarray:
-        """[R] kept by everything that runs before block ``j`` of segment ``s``."""
+        """[R] bytes kept by all blocks that run before block ``j`` of segment ``s``."""
         return np.asarray(self._before_segment[s] + self._kept_bytes(s, j))
 
     def everything(self) -> np.ndarray:
-        """[R] kept by a whole forward pass."""
+        """[R] bytes kept by a whole forward pass."""
         return self._before_segment[-1]
 
     def received(self, micro_batches: np.ndarray) -> np.ndarray:
-        """[R] buffers of what a stage of a pipeline receives, in both directions."""
+        """[R] bytes of a pipeline stage's receive buffers, in both directions."""
         if not self.parts.is_cut:
             return self._zero_bytes
         first = last = self._zero_bytes
@@ -182,7 +182,7 @@ class Activations:
         return np.asarray(buffers * (first * self.parts.receives + last * self.parts.sends))
 
     def forward(self, s: int, j: Place) -> np.ndarray:
-        """[R] at the worst moment of a forward pass."""
+        """[R] bytes at the worst moment of a forward pass."""
         return np.asarray(self.before(s, j) + self.bytes.forward_peaks[s] + self._brought_back(s, j))
 
     def forward_moments(self, s: int, j: Place) -> list[tuple[np.ndarray, np.ndarray | float]]:
@@ -195,11 +195,11 @@ class Activations:
         return [(self.before(s, j), self.casts_made(s, j)), (self.forward(s, j), self.casts_saved(s, j))]
 
     def entering_backward(self, s: int, j: Place) -> np.ndarray:
-        """[R] when a backward pass begins: the gradient of its output is there."""
+        """[R] bytes when a backward pass begins, with the gradient of its output."""
         return np.asarray(self.before(s, j + 1) + self.bytes.incoming[s])
 
     def backward(self, s: int, j: Place, gradients: GradientLife) -> np.ndarray:
-        """[R] at the worst moment of a backward pass, recomputation included."""
+        """[R] bytes at the worst moment of a backward pass, recomputation included."""
         alive = self.entering_backward(s, j)
         peak = self.bytes.backward_peak(s, gradients)
         recomputes = self.recomputes(s, j)
@@ -217,13 +217,13 @@ class Activations:
         )
 
     def _brought_back(self, s: int, j: Place) -> np.ndarray | float:
-        """[R] of a block that is recomputed from inputs in host memory: its input, while it runs."""
+        """[R] bytes of the input of a block that is recomputed from host memory, while the block runs."""
         if not self.offloads or self.recomputes(s, j) is False:
             return 0.0
         return np.where(self.recomputes(s, j), self.bytes.outputs[s], 0.0)
 
     def leaving_backward(self, s: int, j: Place) -> np.ndarray:
-        """[R] when a backward pass is over: the gradient of its input is there."""
+        """[R] bytes when a backward pass is over, with the gradient of its input."""
         if not self.parts.is_cut:
             if np.any(np.asarray(j) > 0):
                 return self.entering_backward(s, j - 1)
@@ -238,7 +238,7 @@ class Activations:
         return np.asarray(np.where(np.asarray(j) > 0, within, before))
 
     def recomputes(self, s: int, j: Place) -> bool | np.ndarray:
-        """Whether block ``j`` of segment ``s`` is recomputed."""
+        """Returns whether block ``j`` of segment ``s`` is recomputed."""
         if not self._is_recomputable[s]:
             return False
         position = self._start_positions[s] + j
@@ -254,7 +254,7 @@ class Activations:
         return sum(self._cast_bytes[i] * counts[i] for i in range(s)) + self._cast_bytes[s] * (j + 1)
 
     def casts_saved(self, s: int, j: Place) -> np.ndarray | float:
-        """The same when it runs backward: those of what was not recomputed and comes later, and its own."""
+        """Bytes of these copies when it runs backward, of it and of unrecomputed blocks still to come."""
         total: np.ndarray | float = 0.0
         for index in range(s + 1):
             count = self.parts.counts[index] if index < s else j + 1
@@ -280,7 +280,7 @@ class Activations:
         return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
 
     def _kept_inside(self, s: int) -> np.ndarray | float:
-        """Bytes of a block that selective recomputation keeps beside its output: results of operators."""
+        """Bytes of operator results that selective recomputation keeps of a block beside its output."""
         results = saved_results(self.plan, self.costs[s])
         is_compiled = self.plan.compiler in _COMPILERS and self.trace.segments[s].is_block
         # A compiled graph keeps only those results that its backward pass reads.

@@ -24,12 +24,12 @@ from atorch_ns.strategy import Plan
 
 
 class Moment(NamedTuple):
-    """Bytes beyond what is kept between steps, at one moment.
+    """Bytes at one moment, beyond those kept between steps.
 
     Attributes:
         name: index into :func:`moment_names`.
-        gradients: [R] of parameters, communication buckets included; a number where all plans agree.
-        activations: [R] saved for the backward pass, and what operators need.
+        gradients: [R] gradients of parameters with communication buckets; a number if all plans agree.
+        activations: [R] tensors saved for the backward pass or needed by operators.
         temporaries: [R] gathered parameters, casts, buffers of collectives.
     """
 
@@ -69,7 +69,7 @@ def places(kind: PlanGroup) -> Iterator[tuple[int, Place, int, int]]:
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """R plans that differ in sizes only, with what their moments are computed from.
+    """R plans that differ in sizes only, with the inputs of their moments.
 
     Attributes:
         plan: the plan that they have in common.
@@ -83,7 +83,7 @@ class PlanGroup:
         micro_batches: [R] micro-batches of a step.
         parts: [R] part of the model that a rank holds.
         expanded: blocks of each segment that ``parameters`` lists one by one.
-        is_cpu: whether collectives are gloo's, which copies what it reduces and gathers.
+        is_cpu: whether collectives are gloo's, which copies the tensors that it reduces and gathers.
     """
 
     plan: Plan
@@ -102,12 +102,12 @@ class PlanGroup:
 
     @property
     def offloads(self) -> bool:
-        """Whether states stay in a memory that is not the device's."""
+        """True if states stay outside the device's memory."""
         return self.plan.offload and not self.is_cpu
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's states stay in a memory that is not the device's."""
+        """True if the optimizer's states stay outside the device's memory."""
         return self.offloads or (self.plan.offload_optimizer and not self.is_cpu)
 
     def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray | float:
@@ -129,7 +129,7 @@ class PlanGroup:
         return np.asarray(mine & self.parameters.trainable if trainable else mine)  # [P] or [K, P]
 
     def later(self, s: int, j: Place, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
-        """The sum of ``of`` (a value for a block of each segment) over all that runs forward later."""
+        """Sums ``of`` (a value for a block of each segment) over all blocks that run forward later."""
         counts = self.parts.counts
         rest = sum(value * count for value, count in zip(of[s + 1 :], counts[s + 1 :], strict=True))
         return rest + of[s] * (counts[s] - 1 - j)
@@ -139,7 +139,7 @@ class PlanGroup:
         return 4 * len(self.trace.segments)
 
     def step_temporaries(self) -> np.ndarray:
-        """[R] what the optimizer needs while it steps."""
+        """[R] temporary bytes of the optimizer's step."""
         spec = self.trace.optimizer
         if spec is None or self.offloads_optimizer:  # the host updates
             return np.zeros(len(self.row))

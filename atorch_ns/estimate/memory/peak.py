@@ -39,7 +39,7 @@ def price_memory(
     capability: tuple[int, int] | None = None,
     memo: Memo | None = None,
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """The peak of every plan, in bytes of tensors on the rank that holds most, in parts.
+    """Returns the peak of every plan in parts, as bytes of tensors on the rank that holds most.
 
     Of workspaces inside kernels cuBLAS's are known; oneDNN's products in 16 bits take some 100 KiB on a CPU.
 
@@ -172,7 +172,7 @@ def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask_absent(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """[M, R] the bytes of M moments; none where the rank has no block that it is a moment of."""
+    """[M, R] bytes of M moments, masked where the rank has no block of the moment."""
     if not kind.parts.is_cut:
         return totals
     has = np.stack(
@@ -182,7 +182,7 @@ def _mask_absent(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.n
 
 
 def _iterate_moments(kind: PlanGroup) -> Iterator[Moment]:
-    """The moments of one micro-batch's passes, with what other micro-batches in a pipeline keep meanwhile."""
+    """Moments of one micro-batch's passes, with memory that other micro-batches in a pipeline keep."""
     if not kind.parts.is_cut:
         yield from _of_passes(kind)
         return

@@ -68,8 +68,8 @@ class UnitBytes:
         return total
 
     def reduced_after(self, s: int, j: Place) -> np.ndarray:
-        """[R] reduced parts of gradients: of units that run forward after a place; of all units and the root,
-        where each micro-batch is reduced and there were earlier ones."""
+        """[R] bytes of reduced gradient shards of units that run forward after a place. Of all units and the
+        root, if each micro-batch is reduced and there were earlier ones."""
         total = self._none
         for index in self.units:
             if index >= s:
@@ -79,7 +79,7 @@ class UnitBytes:
         return np.where(self.reduces_each & self._kind.parts.accumulates, everything, total)
 
     def waiting_upto(self, s: int, j: Place) -> np.ndarray:
-        """[R] unreduced gradients of earlier micro-batches: those up to a place, and the root's."""
+        """[R] bytes of earlier micro-batches' unreduced gradients, of units up to a place and of the root."""
         total = self.of_root(self.waiting)
         for index in self.units:
             if index <= s:
@@ -99,11 +99,11 @@ class UnitBytes:
         return total
 
     def buffer(self, s: int) -> np.ndarray:
-        """[R] the buffer that a unit is gathered into."""
+        """[R] bytes of the buffer that a unit is gathered into."""
         return np.where(self.alone, 0.0, self.gathered[s])
 
     def of_neighbour(self, of: Sequence[np.ndarray], s: int, j: Place, way: int) -> np.ndarray:
-        """[R] ``of`` the unit that runs forward next (``way`` is 1) or ran before (-1); 0 without one."""
+        """[R] ``of`` for the unit that runs forward next (``way`` is 1) or ran before (-1); 0 without one."""
         value = self._none
         # The farthest first, so that the nearest unit with a block on the rank is written last and wins.
         ahead = sorted(

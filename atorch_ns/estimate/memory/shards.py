@@ -27,7 +27,7 @@ class Parameters:
         divisible: [P] size of the dim along which tensor parallelism divides it; 0 for one that stays whole.
         by_rows: [P] whether that is the first dim.
         is_expert: [P] whether it belongs to experts.
-        owner: [P] the segment that uses it first, where it is another use of a tied one; else -1.
+        owner: [P] the segment of the first use, for a further use of a tied parameter; else -1.
 
     Of parts of a model, ``elements``, ``rows`` and ``copies`` are [K, P].
     """

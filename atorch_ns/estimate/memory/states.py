@@ -25,11 +25,11 @@ from atorch_ns.strategy import Plan
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes after a step on the rank that keeps most, for K numbers of ranks.
+    """Bytes that the fullest rank holds after a training step, for K numbers of ranks.
 
     Attributes:
         parameters: [K] weights; buffers are not among them.
-        gradients: [K] what ``grad`` of parameters and masters holds.
+        gradients: [K] bytes in ``grad`` of parameters and masters.
         optimizer: [K] states and fp32 copies of weights.
     """
 
@@ -43,7 +43,7 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     each run of equal blocks. Those flattened into one vector with the rest are listed once for each block.
 
     Args:
-        plan: the plan, of which only what differs in kind is read.
+        plan: the plan; only fields that differ in kind are read.
         tied: list further uses of tied parameters too, at the end and without copies.
     """
     own_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
@@ -141,7 +141,7 @@ def _divided_share(
         units = dict(zip(parameters.unit.tolist(), parameters.copies.tolist(), strict=True))
         return replace(share, parameters=np.full(len(degrees), sum(units.values())))
     costs = state_bytes_of(plan, parameters, spec, parameters.elements) + (spec.fixed_bytes if spec else 0)
-    # Experts and what is beside them are given to the ranks that have the same experts.
+    # Experts and the parameters beside them are given to the ranks that have the same experts.
     ranks = degrees.reshape(len(degrees), -1).min(axis=1)
     arrays = (parameters.elements, parameters.copies, parameters.trainable, ranks, costs)
     key = ("whole share", *((array.shape, array.tobytes()) for array in arrays))
@@ -187,7 +187,7 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     masters = has_master(plan, parameters)
     itemsizes = _updated_itemsizes(plan, parameters)
     weights = _weighted_sum(shares.parameters.stored, copies * parameters.itemsize)
-    # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
+    # Rows of dim 0 come out of the reduction padded; masters copy the rows without padding.
     of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
     gradients = _weighted_sum(of_gradients, copies * trains * itemsizes)
     elements = shares.optimizer.elements

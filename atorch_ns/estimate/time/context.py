@@ -76,7 +76,7 @@ class PricingContext:
 
     @property
     def hardware(self) -> Hardware:
-        """The cluster's."""
+        """Hardware figures of the cluster."""
         assert self.cluster.hardware is not None
         return self.cluster.hardware
 
@@ -116,11 +116,11 @@ class PricingContext:
         )
 
     def count(self, unit: ShardUnit) -> np.ndarray | int:
-        """[R] how many of a unit the rank has."""
+        """[R] number of instances of a unit on the rank."""
         return 1 if unit.is_root else self.parts.counts[unit.segment]
 
     def share_of(self, unit: ShardUnit) -> np.ndarray | float:
-        """[R] of one unit's parameters the share that the rank has before data parallelism divides them."""
+        """[R] share of one unit's parameters on the rank, before data parallelism divides them."""
         if not self.parts.divides:
             return 1.0
         if not unit.is_root:
@@ -136,7 +136,7 @@ class PricingContext:
         return local / total if total else 1.0
 
     def output_bytes(self, s: int) -> np.ndarray:
-        """[R] bytes of what one block of segment ``s`` hands to the next of a micro-batch, on the rank."""
+        """[R] bytes of one micro-batch's output of one block of segment ``s``, on the rank."""
         output = cost_of(self.plan, self.trace.segments[s]).output
         whole = np.asarray(output.at(self.num_samples, self.num_tokens), dtype=float)
         return np.asarray(whole * self.parts.share(s, output.divided, output.words))

@@ -87,7 +87,7 @@ def _eligible_share(narrow: NarrowProducts, segment: Segment) -> float:
 
 
 def is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
-    """Whether a matrix of a segment belongs to a layer that computes in fewer bits."""
+    """Returns whether a matrix of a segment belongs to a layer that computes in fewer bits."""
     path = f"{segment.paths[0]}.{matrix.name}" if segment.paths else matrix.name
     name = path.rpartition(".")[0]
     if any(size % narrow.multiple for size in matrix.shape) or any(part in name for part in narrow.exclude):

@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         bubble: [R] seconds of waiting for other ranks to compute.
-        sends: [R] seconds of waiting for what they send.
+        sends: [R] seconds of waiting for their messages.
         operators: [R] more operators on the host, for each stage and for backward passes in two parts.
     """
 
@@ -46,7 +46,7 @@ class _BlockSeconds(NamedTuple):
 def as_pipeline(
     context: PricingContext, segments: Sequence[SegmentSeconds], exchanges: Sequence[Exchange]
 ) -> tuple[PricingContext, Waiting]:
-    """The context of each pipeline's slowest rank, and what it waits for.
+    """Returns the context of each pipeline's slowest rank, and its waiting times.
 
     A rank takes the time of its device, or of its host, which starts the operators, where that is longer.
     While the slowest rank works without a pause, it hides all others. Before and after, each of the others

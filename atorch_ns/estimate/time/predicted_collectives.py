@@ -35,8 +35,8 @@ _SCALAR_BYTES = 4  # an fp32 number
 def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collective, ...]:
     """The first rank's collectives in a step after the second, those of one kind along one axis together.
 
-    Clipping by the gradients' norm is left out, since no plan decides about it; so is the subject of
-    :func:`unpredicted`, where that gives a reason. The workload decides exchanges between parts of a model.
+    Clipping by the gradients' norm is left out, since no plan decides about it. Collectives that
+    :func:`unpredicted` explains are left out. The workload decides exchanges between parts of a model.
     """
     divides = any(plan.size(name) > 1 for name in MODEL_AXES)
     if plan.size("pipeline") > 1 and plan.num_micro_batches == 1:
@@ -237,7 +237,7 @@ def tied_bytes(plan: Plan, trace: Trace) -> int:
 
 
 def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collective]:
-    """Along ``tensor`` and ``pipeline``, in one step."""
+    """Collectives along ``tensor`` and ``pipeline`` in one step."""
     passes = plan.num_micro_batches
     samples = workload.global_batch / (plan.num_data_ranks * passes)
     if plan.size("tensor") > 1:

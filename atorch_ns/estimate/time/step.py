@@ -171,7 +171,7 @@ def _compute_fields(plan: Plan) -> tuple[object, ...]:
 
 
 def _host_overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
-    """[R] seconds of starting operators that nothing hides, and of what every step does on the host."""
+    """[R] exposed seconds of starting operators, and of the host's work in every step."""
     host = host_seconds(context.hardware.device, operators, device_seconds)
     extra_s = sum(extra.seconds_per_step for extra in context.plan.extras)
     # The loss's mean, and with loss scaling whether a gradient is infinite: an fp32 number each.

@@ -75,7 +75,7 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
     gather, reduce = np.zeros(len(micro_batches)), np.zeros(len(micro_batches))
     # On a CPU, fully_shard waits for each collective where it starts it.
     overlap = 0.0 if context.hardware.device.type == "cpu" else context.hardware.within_node.overlap
-    # A pipeline keeps what a backward pass gathered for the pass that comes next, and its root for the step;
+    # A pipeline keeps a backward pass's gathered parameters for the next pass, and its root for the step;
     # or all of it for the step.
     is_cut = context.sizes.pipeline > 1
     in_pipeline = 1 if plan.sharding.keeps_gathered else (micro_batches + 1) / 2

@@ -32,20 +32,20 @@ def attach_optimizer(
     options_of: Callable[[str], Mapping[str, Any]] | None = None,
     **optim_args: Any,
 ) -> Result:
-    """Gives an optimizer to a job that was applied without one; collective.
+    """Gives an optimizer to a job that was applied without one. Collective.
 
     Args:
-        result: what ``auto_accelerate`` returned without ``optim_func``.
+        result: the result of ``auto_accelerate`` without ``optim_func``.
         optim_func: ``(parameters, **optim_args) -> torch.optim.Optimizer``.
-        options_of: options of a parameter by its name in the user's model, such as ``{"weight_decay": 0.0}``;
-            parameters with equal options form a group. ``None`` for one group.
+        options_of: options of a parameter by its name in the user's model, such as ``{"weight_decay": 0.0}``.
+            Parameters with equal options form a group. ``None`` for one group.
         optim_args: keyword arguments of ``optim_func``.
 
     Returns:
-        The same objects with ``optim``; ``train_step`` of the given ones uses it, too.
+        The same objects with ``optim``. ``train_step`` of the given result also uses it.
 
     Raises:
-        InputError: on all ranks, if the job has an optimizer, or a function does not give what it should.
+        InputError: on all ranks, if the job has an optimizer, or a function returns an unusable value.
     """
     job = result.job
 
@@ -103,10 +103,10 @@ def _refuse_misspelt(groups: Iterable[NamedGroup], defaults: Collection[str]) ->
 
 
 def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
-    """The job's optimizer, with what its strategy puts around it; ``None`` if the user gave none.
+    """The job's optimizer with the wrappers of its strategy, or ``None`` if the user gave none.
 
     Raises:
-        InputError: if the user's function does not give an optimizer, or the strategy cannot have it.
+        InputError: if the user's function returns no optimizer, or the strategy cannot use it.
     """
     if job.inputs.optim_func is None:
         return None
@@ -132,7 +132,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
         _refuse_foreign_parameters(job, optimizer, groups)
     scaler, norm = job.precision.scaler, _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
-    # A backward pass of the optimizer's own goes with a step of its own.
+    # An optimizer with its own backward pass needs its own step.
     steps_itself = steps_alone or job.optimizer.use_optim_backward
     if has_step_hooks(optimizer):
         if steps_itself:
@@ -164,7 +164,7 @@ def _ranks_together(job: Job) -> list[int]:
 def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
     is_known = bool(job.name) and job.optimizer.take_over is None and has_step_hooks(optimizer)
     if job.mesh is None or not is_known:
-        return  # the optimizer's steps cannot be seen, or its weights are elsewhere
+        return  # the optimizer's steps cannot be observed, or its weights are elsewhere
     if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
         roots, sends = [job.module, *job.parts.stages], job.plan.sharding.layout == "parameters"
         job.step.same_weights = SameWeights(job.mesh, roots, job.name, gradients=sends)
@@ -221,7 +221,7 @@ def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, An
                     "torch's ddp, zero2 or fsdp, but no fp32 masters with zero1."
                 )
 
-    if left_out:  # the optimizer takes none later, so a step reports thawed ones
+    if left_out:  # the optimizer accepts none later, so a step reports thawed ones
         job.module.register_forward_pre_hook(require_frozen)
     return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
 

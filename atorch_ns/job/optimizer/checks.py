@@ -23,32 +23,32 @@ from atorch_ns.torch_compat import TorchDispatchMode
 _SHAPES: Final = ((4, 6), (6, 4))  # of the two trial parameters
 _STEPS: Final = 6  # per trial
 _LARGE: Final = 1e4
-"""Factor of the last gradients: norms that nothing else reaches are clipped there."""
+"""Factor of the last gradients, which exceed any norm that gradients are clipped to."""
 _TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Difference of updates as a part of the largest. Estimated steps begin with 1e-6, below fp32's rounding."""
+"""Allowed difference of updates relative to the largest. Estimated steps start at 1e-6, finer than fp32."""
 _KNOWN: Final = ("torch.optim.", "torchao.", "bitsandbytes.")
-"""Modules whose optimizers, LBFGS excepted, update each parameter by itself."""
+"""Modules whose optimizers, except LBFGS, update each parameter independently."""
 _Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _Updates = list[list[torch.Tensor]]
-"""What each step adds to each parameter."""
+"""Change of each parameter in each step."""
 
 
 def require_separable(job: Job, groups: ParameterGroups) -> str:
-    """Tries the user's optimizer on two small parameters together and on each alone.
+    """Tests the user's optimizer on two small parameters together and on each alone.
 
-    Only where the optimizer of a rank has a part of the parameters (ZeRO, pipelines): one that looks at all,
-    as a norm over all gradients does, would train wrongly without an error. Where parameters are DTensors,
-    optimizers that read numbers out of them are refused. The random states are left as they were.
+    Called only if a rank's optimizer has some of the parameters (ZeRO, pipelines). An optimizer that uses all
+    parameters, such as a norm over all gradients, would silently train wrongly. If parameters are DTensors,
+    optimizers that read numbers out of them are refused. The random states are restored.
 
     Args:
-        job: the job, with ``optim_func`` and how parameters are divided.
-        groups: the real parameters' groups, whose options are tried.
+        job: the job, with ``optim_func`` and the division of parameters.
+        groups: the groups of the real parameters, whose options are tested.
 
     Returns:
-        A warning about an optimizer that could not be tried; empty if there is nothing to warn of.
+        A warning about an optimizer that could not be tested, or an empty text.
 
     Raises:
-        BackendError: if updates together and alone differ.
+        BackendError: if joint and separate updates differ.
     """
     if job.inputs.optim_func is None or job.inputs.optimizer_is_trusted or _is_known(job.inputs.optim_func):
         return ""
@@ -62,7 +62,7 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
         with random_states_kept(job.device), warnings.catch_warnings(action="ignore"):
             try:
                 optimizer = make(_make_parameters(torch.float32, torch.device("cpu")))
-            except Exception as error:  # also what is wrong with the real call, which tells it better
+            except Exception as error:  # the real call reports its own errors better
                 return _untried_text(job, error)
             skip = isinstance(optimizer, (torch.optim.LBFGS, *NOT_OF_DTENSORS)) or _is_known(type(optimizer))
             if has_shards and not skip:
@@ -86,10 +86,10 @@ def _refuse_choice(job: Job, groups: ParameterGroups) -> None:
     if job.inputs.optim_param_func is not None or not isinstance(function, FunctionType):
         return
     fakes = [nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=p.requires_grad) for p in params]
-    # Called with meta parameters, a function that filters shows it. Given groups, it would take all.
+    # Called with meta parameters, which shows a function that filters. Given groups, it would take all.
     try:
         new_groups = function(fakes, **_copy_arguments(job)).param_groups
-    except Exception:  # what is wrong with the real call tells it better
+    except Exception:  # the real call reports its errors better
         return
     if len(new_groups) > 1 or len(new_groups[0]["params"]) < len(params):
         raise InputError(
@@ -115,9 +115,9 @@ def _is_divided(job: Job) -> bool:
 
 def _require_tensors(job: Job, make: _Make) -> None:
     try:
-        # Other values change any number that is read. From a DTensor, item() reads only this rank's part.
+        # Other values change any number that is read. item() of a DTensor reads only this rank's part.
         numbers, other = (_numbers_read(make, factor) for factor in (1.0, 3.0))
-    except Exception:  # what fails on plain tensors is not judged here; with DTensors it is used as it is
+    except Exception:  # failures on plain tensors are not judged here; DTensors use it unchanged
         return
     if numbers != other:
         raise BackendError(
@@ -129,7 +129,7 @@ def _require_tensors(job: Job, make: _Make) -> None:
 
 
 def _numbers_read(make: _Make, factor: float) -> list[Any]:
-    """The numbers that steps read, with weights multiplied by ``factor``, and gradients by its square."""
+    """Numbers read by steps, with weights multiplied by ``factor`` and gradients by its square."""
     parameters = _make_parameters(torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in parameters:
@@ -144,7 +144,7 @@ def _numbers_read(make: _Make, factor: float) -> list[Any]:
 
 
 class _Reads(TorchDispatchMode):
-    """Records the numbers that are read out of tensors."""
+    """Records numbers that are read from tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -175,7 +175,7 @@ def _new_optim(job: Job, options: Mapping[str, Any], parameters: list[nn.Paramet
     assert job.inputs.optim_func is not None
     optimizer: Any = job.inputs.optim_func([{**options, "params": parameters}], **_copy_arguments(job))
     for group in optimizer.param_groups:
-        if isinstance(group.get("lr"), float) and group["lr"] == 0:  # a warm-up's beginning
+        if isinstance(group.get("lr"), float) and group["lr"] == 0:  # as at the start of a warm-up
             group["lr"] = 1e-3
     if callable(getattr(optimizer, "train", None)):  # averaging ones refuse steps in evaluation mode
         optimizer.train()
@@ -212,7 +212,7 @@ def _has_difference(first: _Updates, second: _Updates, tolerance: float) -> bool
     pairs = zip(itertools.chain(*first), itertools.chain(*second), strict=True)
     for tensor, other in pairs:
         scale = float(torch.maximum(tensor.abs().max(), other.abs().max()))
-        rounding = 16 * torch.finfo(tensor.dtype).eps  # of weights of order one
+        rounding = 16 * torch.finfo(tensor.dtype).eps  # weights are of order one
         if not torch.allclose(tensor, other, rtol=0, atol=tolerance * scale + rounding, equal_nan=True):
             return True
     return False
@@ -231,7 +231,7 @@ def _make_gradients() -> list[list[torch.Tensor]]:
         [
             (_LARGE if step == _STEPS - 1 else 1.0)
             * (each + 0.3 * torch.randn(each.shape, generator=generator, device="cpu"))
-            for each in main  # one direction, so that estimated step sizes grow
+            for each in main  # a single direction, so that estimated step sizes grow
         ]
         for step in range(_STEPS)
     ]
@@ -289,14 +289,14 @@ def _untried_text(job: Job, error: Exception) -> str:
 
 
 NOT_OF_DTENSORS: Final = (torch.optim.Adafactor, torch.optim.Rprop)
-"""Optimizers of torch with operators in place that DTensors refuse in the first step (torch 2.11 to 2.13)."""
+"""torch optimizers with in-place operators that DTensors refuse in the first step (torch 2.11 to 2.13)."""
 
 
 def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
-    """Checks the parameters of a new optimizer against what its package is known not to update.
+    """Checks the parameters of a new optimizer for cases that its package is known not to update.
 
     Raises:
-        InputError: naming the package, the reason and what works instead.
+        InputError: naming the package, the reason and a working alternative.
     """
     package = type(optimizer).__module__.partition(".")[0]
     name = f"{package}.optim.{type(optimizer).__name__}"
@@ -332,9 +332,9 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is a bitsandbytes optimizer with 8-bit states, some with one value per block of elements.
+    """Returns whether it is a bitsandbytes optimizer with 8-bit states, some with one value per block.
 
-    Parameters that are too small for 8 bits have states of one value an element all the same.
+    Parameters that are too small for 8 bits still have states with one value per element.
     """
     ours = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
     return ours and getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8

@@ -25,12 +25,12 @@ from atorch_ns.torch_compat import after_backward
 
 
 class MasterWeights:
-    """Pairs of a model's parameter and its fp32 copy.
+    """Pairs of a model parameter and its fp32 copy.
 
     Args:
-        parameters: the model's parameters; those that are not floating or already fp32 are their own master.
-        on_host: whether all floating parameters, plain tensors then, have a master, in host memory.
-        is_pinned: whether that memory is pinned, so that copies are asynchronous.
+        parameters: the model's parameters. Those that are not floating or already fp32 are their own masters.
+        on_host: whether all floating parameters (plain tensors in this case) have a master in host memory.
+        is_pinned: whether that memory is pinned, which makes copies asynchronous.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MasterWeights:
         return self._masters.get(parameter, parameter)
 
     def is_rounded(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter is narrower than its master, and was written since the masters were rounded into it."""
+        """Returns whether the parameter is narrower than its master and was written since the last copy."""
         master = self._masters.get(parameter)
         is_narrow = master is not None and master.dtype != parameter.dtype
         return is_narrow and self._marks.get(parameter) != _version_mark(parameter)
@@ -67,7 +67,7 @@ class MasterWeights:
         return [{**group, "params": [self.master_of(p) for p in group["params"]]} for group in groups]
 
     def adopt(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Puts masters in the places of thawed parameters, in the groups of their optimizer."""
+        """Replaces thawed parameters by masters in the groups of their optimizer."""
         masters = set(self._masters.values())
         for group in groups:
             for index, parameter in enumerate(group["params"]):
@@ -86,10 +86,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self, *, keeps: bool = False, adds: bool = False) -> None:
-        """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed.
+        """Moves the parameters' gradients to the masters in fp32, and frees the originals.
 
-        ``keeps``: whether masters without a new one keep theirs, as zeros of ``zero_grad``, for weight decay.
-        ``adds``: whether gradients of a later pass are added to those of the same step.
+        ``keeps``: whether masters without a new gradient keep theirs, as zeros of ``zero_grad``, for decay.
+        ``adds``: whether gradients of a later pass are added to earlier ones of the same step.
         """
         for parameter, master in self._masters.items():
             if parameter.grad is None:
@@ -110,10 +110,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_writes(self) -> None:
-        """Takes over what a loop has written to the parameters since the last update.
+        """Takes over values that a loop has written to the parameters since the last update.
 
-        A write through ``parameter.data`` leaves no mark: all parameters are compared before the first
-        updates, and before each in a loop that has made such a write by then. Unchanged elements stay exact.
+        A write through ``parameter.data`` leaves no mark. All parameters are thus compared before the first
+        updates, and before each update once a loop has made such a write. Unchanged elements stay exact.
         """
         for parameter, master in self._masters.items():
             is_marked = self._marks.get(parameter) != _version_mark(parameter)
@@ -122,7 +122,7 @@ class MasterWeights:
                 master_part = local_part(master)  # each rank looks at its own part
                 here = local_part(parameter).to(device=master_part.device)
                 is_same = here == master_part.to(here.dtype)
-                # The master was written since the last update, while the model computed with other values.
+                # The master was written after the last update, while the model used other values.
                 if not is_same.all() and self._versions.get(master, master._version) != master._version:
                     raise StepError(_WRITTEN_MASTERS)
                 self._is_written |= not is_marked and not bool(is_same.all())  # written through .data
@@ -145,7 +145,7 @@ _WRITTEN_MASTERS: Final = (
     "Write to result.model.parameters(); the copies take it over."
 )
 _NUM_LOOKS: Final = 3
-"""Updates before which all parameters are compared with masters; a loop's repeated writes show by then."""
+"""Updates before which all parameters are compared with masters. A loop's repeated writes show by then."""
 
 
 def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class StateView(MutableMapping[Any, Any]):
-    """States of an optimizer by the user's parameters; ``find`` gives the updated tensor, or raises."""
+    """Optimizer states by the user's parameters. ``find`` returns the updated tensor, or raises."""
 
     def __init__(self, states: MutableMapping[Any, Any], find: Callable[[Any], Any]) -> None:
         self._states, self._find = states, find
@@ -184,19 +184,19 @@ class StateView(MutableMapping[Any, Any]):
 
 
 class StepOptimizer(torch.optim.Optimizer):
-    """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
+    """An optimizer around another one: unscales gradients, skips bad steps, keeps fp32 master weights.
 
-    All but :meth:`step`, :meth:`zero_grad` and, under masters, hooks before a step is the inner optimizer's:
-    schedulers, other hooks and ``state_dict`` see that one.
+    Only :meth:`step`, :meth:`zero_grad` and, with masters, hooks before a step are its own. Everything else
+    belongs to the inner optimizer, which schedulers, other hooks and ``state_dict`` see.
 
     Args:
-        inner: the user's optimizer, already on the master weights if there are any.
+        inner: the user's optimizer, already created on the master weights if there are any.
         scaler: dynamic loss scaling, or ``None``.
         masters: fp32 copies, or ``None``.
-        skip_if_nonfinite: whether, without a scaler, a step is skipped whose gradients are infinite or NaN.
+        skip_if_nonfinite: whether a step with infinite or NaN gradients is skipped without a scaler.
         group: the ranks that must skip a step together; ``None`` for one rank.
-        finish: completes gradients that are not complete after the backward pass; ``None`` if all are.
-        norm: the norm of some parameters' gradients, over all ranks that hold a part of them.
+        finish: completes gradients that are incomplete after the backward pass; ``None`` if all are complete.
+        norm: the norm of some parameters' gradients, over all ranks that hold part of them.
 
     Attributes:
         num_skipped: steps skipped so far.
@@ -227,7 +227,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self._is_prepared = False  # gradients are fp32 and unscaled
         self._overflow = False  # on any rank
         self._scaled_versions: dict[torch.Tensor, tuple[int, int, int]] = {}
-        # Mixed: some have no scale. Late: a pass after preparing. Cleared: zeros that zero_grad has left.
+        # Mixed: some have no scale. Late: a pass after preparing. Cleared: zeros left by zero_grad.
         self._is_mixed = self._is_late = self._is_cleared = self._is_in_hooks = False
         self._has_warned = False
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -238,10 +238,10 @@ class StepOptimizer(torch.optim.Optimizer):
             self._look_at_steps(register_optimizer_step_post_hook, self._warn_of_other)
 
     def prepare_gradients(self) -> None:
-        """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
+        """Prepares ``grad`` of the optimizer's parameters for clipping and stepping: fp32 and unscaled.
 
-        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective. A loop that
-        changes gradients by itself calls it first, after the last backward pass.
+        Runs once a step, at clipping or at :meth:`step`, whichever comes first. Collective. A loop that
+        changes gradients itself calls it first, after the last backward pass.
 
         Raises:
             StepError: if the loss is not from the result's loss function, or scaled gradients were changed.
@@ -280,20 +280,20 @@ class StepOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def in_scale(self) -> Iterator[None]:
-        """Around what changes gradients and counts with their scale."""
+        """A context for code that changes gradients and uses their scale."""
         is_mixed = self._is_mixed or self._is_changed()
         yield
         self._note_gradients()
         self._is_mixed = is_mixed  # changes of the block count as scaled
 
     def _look_at_steps(self, register: Callable[[Any], RemovableHandle], look: Callable[..., None]) -> None:
-        method = WeakMethod(look)  # torch's global hooks outlive this object
+        method = WeakMethod(look)  # this object may die before torch's global hooks
         finalize(self, register(lambda *args: (call := method()) and call(*args)).remove)
 
     def _warn_of_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert self.masters is not None
         updated = [p for group in optimizer.param_groups for p in group["params"]]
-        # One that calls this optimizer's step has let the masters write last.
+        # An optimizer that calls this one's step has already had the masters written.
         if not self._has_warned and any(map(self.masters.is_rounded, updated)):
             self._has_warned = True
             warnings.warn(
@@ -313,7 +313,7 @@ class StepOptimizer(torch.optim.Optimizer):
     def _begin_backward(self) -> None:
         self._is_late = self._is_late or self._is_prepared
         self._is_mixed = self._is_mixed or self._is_changed(zeros=False)
-        # After what completes gradients, which waits for others twice.
+        # After the completion of gradients, which waits for other ranks twice.
         after_backward(lambda: after_backward(lambda: after_backward(self._note_gradients)))
 
     def _note_gradients(self) -> None:
@@ -334,7 +334,7 @@ class StepOptimizer(torch.optim.Optimizer):
         return [models.get(target, target) for group in groups for target in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
+        """Updates the weights, or skips the update on all ranks if a gradient is infinite or NaN."""
         if closure is not None and self.scaler is not None:
             raise StepError(
                 "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
@@ -375,7 +375,7 @@ class StepOptimizer(torch.optim.Optimizer):
         return loss
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Calls it while gradients are the model's; ``optimizer.param_groups`` moves them to masters."""
+        """Registers a hook called while gradients are the model's. ``param_groups`` moves them to masters."""
         if self.masters is None:
             return self.inner.register_step_pre_hook(hook)
         handle = RemovableHandle(self._hooks)
@@ -390,7 +390,7 @@ class StepOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
         if self.scaler is not None:
             self.scaler.num_backwards = 0
-            if self._is_prepared:  # the step is left out
+            if self._is_prepared:  # the step is skipped
                 self.scaler.forget_unscaled()
         self._forget_gradients()
         self._is_cleared = True
@@ -401,14 +401,14 @@ class StepOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups; changing a learning rate here changes it there."""
+        """The inner optimizer's groups. A learning rate changed here also changes there."""
         if self._is_in_hooks:
             self.prepare_gradients()
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, by the model's parameters too where it updates masters."""
+        """The inner optimizer's state, also keyed by the model's parameters if it updates masters."""
         return StateView(self.inner.state, self.masters.master_of) if self.masters else self.inner.state
 
     @property
@@ -428,7 +428,7 @@ class StepOptimizer(torch.optim.Optimizer):
         """Adds a group to the inner optimizer.
 
         Raises:
-            StepError: with master weights, which exist for the first groups only.
+            StepError: with master weights, which exist only for the first groups.
         """
         if self.masters is not None:
             raise StepError("parameters cannot be added after fp32 master weights were made")
@@ -467,7 +467,7 @@ class StepOptimizer(torch.optim.Optimizer):
 
     def _has_nonfinite(self) -> bool:
         parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        # The norm is finite only if all elements are; a rank may hold a part, so all ranks decide.
+        # The norm is finite only if all elements are. A rank may hold a part, so all ranks decide.
         flag = (~torch.isfinite(self._norm(parameters))).float()
         if self._group is not None:
             flag = flag.to(parameters[0].device)
@@ -477,7 +477,7 @@ class StepOptimizer(torch.optim.Optimizer):
 
 def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
     names, methods = set[str](), [method]
-    for function in methods:  # grows by methods that the code names
+    for function in methods:  # grows by methods named in the code
         for code in nested_codes(getattr(unwrap(function), "__code__", None)):
             new = set(code.co_names) - names
             names |= new
@@ -487,5 +487,5 @@ def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's optimizer inside a :class:`StepOptimizer`; any other as it is."""
+    """The user's optimizer inside a :class:`StepOptimizer`, or any other optimizer unchanged."""
     return optimizer.inner if isinstance(optimizer, StepOptimizer) else optimizer

@@ -22,9 +22,9 @@ from atorch_ns.torch_compat import TorchDispatchMode, has_step_hooks, laid_out, 
 def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
     """The first argument of ``optim_func``.
 
-    A function that is given a list may filter it and make groups of its own. That is right only where
-    parameters have their own shapes and this rank has all of them. Elsewhere groups stay groups, and
-    :func:`explained_groups` says so to a function that takes them for parameters.
+    A function that receives a list may filter it and create its own groups. That is correct only if
+    parameters have their own shapes and this rank has all of them. Otherwise groups stay groups, and
+    :func:`explained_groups` reports that to a function that expects parameters.
     """
     whole = job.plan.sharding.layout == "rows" and job.stage_group is None
     (first, *others) = groups
@@ -41,11 +41,11 @@ def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
 
 @contextmanager
 def explained_groups(job: Job, entries: list[Any]) -> Iterator[None]:
-    """Translates errors of an ``optim_func`` that takes groups for parameters, or has too few on this rank.
+    """Translates errors of an ``optim_func`` that mistakes groups for parameters, or lacks some on this rank.
 
     Raises:
-        InputError: for a ``TypeError``, for an ``AttributeError`` if it was given groups, and for a
-            ``ValueError`` where each rank gives it some of the parameters.
+        InputError: for a ``TypeError``, for an ``AttributeError`` if it received groups, and for a
+            ``ValueError`` if each rank gives it some of the parameters.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def explained_groups(job: Job, entries: list[Any]) -> Iterator[None]:
 
 
 def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimizer:
-    """Calls the user's ``optim_func`` with what :func:`optim_func_parameters` makes of the groups.
+    """Calls the user's ``optim_func`` with the result of :func:`optim_func_parameters` for the groups.
 
     Raises:
         InputError: if it takes other arguments, or does not return a torch optimizer.
@@ -94,11 +94,11 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
 
 
 def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Lets fused kernels update this rank's parts of DTensors, and torch's optimizers those of complex ones.
+    """Makes fused kernels update this rank's parts of DTensors, and torch's optimizers complex parts.
 
-    Each element is updated by itself, so no rank needs another's. torch refuses DTensors beside plain
-    tensors. It updates complex numbers as pairs of real ones, copies where parts have unequal sizes:
-    the parameter would stay as it is.
+    Each element is updated independently, so no rank needs another's elements. torch refuses DTensors beside
+    plain tensors. It updates complex numbers as pairs of real ones, but copies parts of unequal sizes. The
+    parameter would then not change.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
@@ -114,12 +114,12 @@ def _average_whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             whole, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
             if whole is not None and mesh is not None and not isinstance(whole, DTensor):
-                # A plain gradient in a divided parameter is this rank's own, or already the mean of all.
+                # A plain gradient of a divided parameter is this rank's own, or already the mean of all.
                 summands = DTensor.from_local(whole / mesh.size(), mesh, [Partial()] * mesh.ndim)
                 parameter.grad = summands.redistribute(placements=parameter.placements)
 
 
-@torch.no_grad()  # where parts of divided tensors are at hand
+@torch.no_grad()  # local parts are available here
 def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -134,7 +134,7 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def class_above(mixin: type, kind: type) -> type:
-    """``kind`` with the methods of ``mixin`` above its own, under its own name, as checkpoints write it."""
+    """``kind`` with the methods of ``mixin`` above its own. It keeps its name, which checkpoints store."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (mixin, kind), names)
 
@@ -150,14 +150,14 @@ class _OnLocalParts(torch.optim.Optimizer):
 
 
 class _LocalParts(TorchDispatchMode):
-    """Runs fused kernels of optimizers on local parts, and takes complex numbers for pairs in place."""
+    """Runs fused kernels of optimizers on local parts, and treats complex numbers as pairs in place."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_paused = False
 
     def suspend_for(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """The closure of a step, which evaluates the model outside of this mode, whenever it is called."""
+        """Wraps the closure of a step so that the model is always evaluated outside this mode."""
 
         def evaluate() -> float:
             self._is_paused = True
@@ -205,7 +205,7 @@ _KERNELS: Final = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, to
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with fused kernels for CPUs and for CUDA. Adagrad has one for CPUs only."""
 _DEVICES: Final = ("cpu", "cuda")  # with fused kernels
-_DECIDES: Final = ("fused", "foreach", "differentiable")  # options with which the user decides
+_DECIDES: Final = ("fused", "foreach", "differentiable")  # options by which the user decides
 
 
 def choose_fused(
@@ -214,16 +214,16 @@ def choose_fused(
     groups: Iterable[Mapping[str, Any]],
     models: Iterable[nn.Module] = (),
 ) -> tuple[bool, str]:
-    """Whether an optimizer gets its fused kernel, and why, for the report; empty if nothing is to decide.
+    """Decides whether an optimizer gets its fused kernel, and why, for the report. Empty without a choice.
 
     A fused kernel updates all parameters of a group in one pass over memory, with no temporary, and this
-    rank's parts of DTensors (:func:`step_on_local_parts`). torch's default on CPUs and for DTensors loops.
+    rank's parts of DTensors (:func:`step_on_local_parts`). For CPUs and DTensors torch defaults to a loop.
 
     Args:
-        optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
-        optim_args: the user's keywords; where they decide, nothing is added.
-        groups: the parameter groups as ``optim_func`` will be given them, with the user's options.
-        models: what holds the parameters; embeddings in it may say that their gradients are sparse.
+        optim_func: a class of torch, or a ``functools.partial`` of one. Others are not changed.
+        optim_args: the user's keywords. If they decide, nothing is added.
+        groups: the parameter groups passed to ``optim_func``, with the user's options.
+        models: modules that hold the parameters. Their embeddings may declare sparse gradients.
     """
     kind, options = _unwrap_partials(optim_func, dict(optim_args or {}))
     if kind not in _FUSED:
@@ -255,11 +255,11 @@ def optimizer_arguments(
     groups: Iterable[Mapping[str, Any]],
     models: Iterable[nn.Module] = (),
 ) -> tuple[dict[str, Any], str]:
-    """The keywords for ``optim_func``, and a text about them for the report; see :func:`choose_fused`.
+    """The keywords for ``optim_func``, and a text about them for the report. See :func:`choose_fused`.
 
     Raises:
-        InputError: if the user asks for a fused kernel that fails or is wrong for these parameters. Where
-            ranks have parts of them, torch would refuse it on some ranks alone.
+        InputError: if the user requests a fused kernel that fails or is wrong for these parameters. If ranks
+            have parts of them, torch would refuse it only on some ranks.
     """
     groups, models = list(groups), list(models)
     kind, keywords = _unwrap_partials(optim_func, dict(optim_args or {}))
@@ -312,6 +312,6 @@ def _find_obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
         if parameter.device.type not in _DEVICES:
             return f"there is no fused kernel for {parameter.device.type}"
         if parameter.device.type == "cpu" and parameter.itemsize < 4:
-            # SGD's kernel loses 16-bit momentum (torch 2.13); the others round otherwise than a loop.
+            # SGD's kernel loses 16-bit momentum (torch 2.13); the others round differently from a loop.
             return f"torch's fused kernels for CPUs are not right for {parameter.dtype}"
     return None

@@ -18,10 +18,10 @@ Target = Callable[..., Any]
 
 
 def runnable(op: Operator, rule: Rule) -> tuple[Target, bool]:
-    """What runs an operator under a rule, and whether it takes the group before the other arguments."""
+    """The callable that runs an operator under a rule, and whether its first argument is the group."""
     target: Target = op.call.operator
     needs_group = False
-    like: tuple[Any, ...] = (target,)  # equal for targets that compute alike: their graphs share one body
+    like: tuple[Any, ...] = (target,)  # equal for equal computations, whose graphs share one body
     if rule.divides:
         target = RUN_AS.get(target, target)
         if rule.kernel:
@@ -70,7 +70,7 @@ def _own_randomness(target: Target, rule: Rule) -> Target:
 
 
 def with_own_randomness(target: Target, rule: Rule, group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a divided operator on this rank's own random numbers, then moves the shared ones on by one."""
+    """Runs a divided operator on this rank's own random numbers, then advances the shared ones by one."""
     device = next((value.device for value in args if isinstance(value, torch.Tensor)), torch.device("cpu"))
     randomness = RankRandomness(group.rank(), device)
     randomness.enter()
@@ -98,5 +98,5 @@ def _in_modes(target: Target, modes: tuple[tuple[Any, ...], ...]) -> Target:
 
 
 def without_autocast(target: Any) -> Any:
-    """What runs an operator, outside of the autocast regions that it is called in."""
+    """The callable that runs an operator without the autocast regions around its call."""
     return getattr(target, "without_autocast", target)

@@ -28,7 +28,7 @@ from atorch_ns.sharding.compare import gradient_floor, relative_error
 from atorch_ns.text import error_line
 
 TOLERANCE = 1e-4
-"""Of a tensor's largest value, in fp32."""
+"""Allowed error in fp32, relative to a tensor's largest value."""
 
 
 def check_division(
@@ -42,19 +42,19 @@ def check_division(
     """Compares a divided graph with the whole one, forward and backward.
 
     Args:
-        division: the division; of the whole model or of a shallow copy.
-        model: the captured model, whose buffers are read; its parameters are not.
+        division: the division of the whole model or of a shallow copy.
+        model: the captured model. Its buffers are read, its parameters are not.
         tensors: the inputs, with any number of samples that the ranks divide.
-        run: the pieces to run, where they are not those that follow from the division.
+        run: the pieces to run in place of those that follow from the division.
 
     Raises:
-        InputError: naming the operator that is the first to differ, by its result or its gradient.
+        InputError: naming the first operator whose result or gradient differs.
     """
     all_pieces = pieces(division) if run is None else run
     try:
         _check_in(torch.float32, division, model, tensors, device, all_pieces)
     except InputError as differs:
-        try:  # not by what fp32 rounds
+        try:  # fp64 shows whether rounding in fp32 was the cause
             _check_in(torch.float64, division, model, tensors, device, all_pieces)
         except (InputError, RuntimeError):
             raise differs from None
@@ -93,7 +93,7 @@ def _check_in(
 
 
 class _Operands(NamedTuple):
-    """What every run computes with: inputs, and parameters, buffers and constants by name of their node."""
+    """Operands shared by all runs: inputs, and parameters, buffers and constants by node name."""
 
     inputs: list[torch.Tensor]
     states: dict[str, torch.Tensor]
@@ -178,7 +178,7 @@ class _Quiet(fx.Interpreter):
 
 
 def _as_float(value: Any, dtype: torch.dtype) -> Any:
-    # Rounding of a lower precision would hide what differs; dtype arguments are those of casts.
+    # Rounding to a lower precision would hide differences. The dtype arguments belong to casts.
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
@@ -347,7 +347,7 @@ def _require_close(
 ) -> None:
     tensors = [part.detach() for part in parts if part is not None]
     if not tensors:
-        return  # of a value that the divided graph does not compute
+        return  # the divided graph does not compute this value
     if len(tensors) < len(parts):
         raise InputError(f"{op} is divided wrongly: some ranks have no {what}.")
     results = [torch.cat(tensors, placement.dim)] if isinstance(placement, Shard) else tensors

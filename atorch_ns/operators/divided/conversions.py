@@ -39,7 +39,7 @@ Collective = Callable[..., torch.Tensor]
 
 
 class ArgumentNeed(NamedTuple):
-    """An argument's placement in a call; whether a replicated argument is used for a part of the work."""
+    """An argument's placement in a call, and whether a replicated argument is used for a part of the work."""
 
     placement: Placement
     divides: bool
@@ -50,7 +50,7 @@ class ArgumentNeed(NamedTuple):
 
 
 def need_of(rule: Rule, number: int) -> ArgumentNeed:
-    """How a call under ``rule`` needs its tensor argument of that number."""
+    """The need of a call under ``rule`` for its tensor argument at index ``number``."""
     placement = rule.inputs[number]
     return ArgumentNeed(placement, rule.divides and isinstance(placement, Replicate))
 
@@ -70,7 +70,7 @@ class ConversionStep:
 
 
 def steps(source: Placement, need: ArgumentNeed) -> tuple[ConversionStep, ...]:
-    """The collectives that bring a value placed at ``source`` to where it is needed, first to last."""
+    """The collectives that convert a value from the placement ``source`` to the needed one, in order."""
     target, divides = need
     if isinstance(source, Replicate):
         return _from_whole(target, divides)
@@ -111,7 +111,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tu
 
 
 def converted(x: Any, source: Placement, need: ArgumentNeed, group: Any) -> Any:
-    """``x``, placed at ``source``, brought to where it is needed."""
+    """Converts ``x`` from the placement ``source`` to the needed one."""
     for step in steps(source, need):
         x = step.collective(x, *step.dims, group)
     return x

@@ -41,7 +41,7 @@ class OperatorDivision:
     summed: frozenset[str] = frozenset()
 
     def placement(self, value: fx.Node) -> Placement:
-        """Where a value is when its producer has run."""
+        """The placement in which its producer leaves a value."""
         producer = self.graph.producers.get(value)
         if producer is not None:
             op, number = producer
@@ -52,13 +52,13 @@ class OperatorDivision:
         return WHOLE
 
     def uses(self) -> Iterator[tuple[fx.Node, Operator, ArgumentNeed]]:
-        """Each value that an operator takes, and how it is needed."""
+        """Each input value of each operator, with the need for it."""
         for op, rule in self.rules.items():
             for number, value in enumerate(op.inputs):
                 yield value, op, need_of(rule, number)
 
     def partly_used(self) -> frozenset[str]:
-        """Names of whole parameters whose uses are all divided: each rank has a part of their gradients."""
+        """Names of whole parameters whose uses are all divided. Each rank has a part of their gradients."""
         needs: dict[str, list[ArgumentNeed]] = {}
         for value, _, need in self.uses():
             origin = self.graph.origins.get(value)
@@ -73,10 +73,10 @@ class Piece:
     """One segment on one rank.
 
     Attributes:
-        path: the block that it is the forward pass of; empty between blocks.
-        body: called as ``body(group, *states, *values)``; returns a tuple. Shared by equal pieces.
-        states: names of the parameters and buffers that it takes, below its block.
-        takes, gives: names of the other values that it takes, and of those that it gives.
+        path: path of the block whose forward pass it is; empty between blocks.
+        body: called as ``body(group, *states, *values)``, returns a tuple. Equal pieces share one body.
+        states: names of the parameters and buffers that it takes, relative to its block.
+        takes, gives: names of its other inputs, and of its outputs.
         calls, values: its operators, and the captured values it computes, by number of the body's node.
     """
 
@@ -90,7 +90,7 @@ class Piece:
 
     @property
     def code(self) -> str:
-        """The body as Python, each operator under the line of the user's code that calls it."""
+        """The body as Python code. Each operator follows the line of the user's code that calls it."""
         return self.body.graph.python_code("self", verbose=True).src
 
 
@@ -109,7 +109,7 @@ def pieces(division: OperatorDivision) -> tuple[Piece, ...]:
 
 
 def _needed_outside(graph: OperatorGraph) -> list[list[fx.Node]]:
-    # For each segment the values, numbers included, that later segments or the results need.
+    # For each segment, the values (numbers included) that later segments or the results need.
     outputs = set(graph.outputs)
     return [
         [
@@ -215,7 +215,7 @@ class _Builder:
         origin = self._division.graph.origins.get(value)
         is_summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
         learns = self._division.graph.spec(value).requires_grad
-        # Every rank has all of the gradient, which is summed later.
+        # Every rank has the whole gradient here. It is scaled, because gradients are summed later.
         if is_summed and learns and need != ArgumentNeed(WHOLE, True):
             raw = self._graph.call_function(scale_gradient, (raw, 1 / self._division.degree))
         if is_summed or not learns:  # no gradient to sum, or not here
@@ -230,7 +230,7 @@ class _Builder:
         return self._conversions[value, need]
 
     def _add_number(self, node: fx.Node) -> None:
-        # A size is read off the piece and multiplied below; other numbers need the whole tensor.
+        # A size is read from the piece and multiplied below. Other numbers need the whole tensor.
         def whole(value: fx.Node) -> fx.Node:
             if node.target is torch.ops.aten.sym_size.int or not isinstance(value.meta["val"], torch.Tensor):
                 return self._raw[value]
@@ -249,7 +249,7 @@ class _Builder:
         self._raw[node] = result
 
     def _divide_sizes(self, op: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> None:
-        # An argument of sizes describes the whole result: the divided size becomes that of a piece.
+        # An argument of sizes describes the whole result. The divided size is replaced by a piece's size.
         placement = rule.outputs[0]
         argument = size_argument(op.call) if isinstance(placement, Shard) else None
         if argument is None:
@@ -259,7 +259,7 @@ class _Builder:
         holder: Any = kwargs if name in kwargs else args
         where: Any = name if name in kwargs else position
         sizes = list(holder[where])
-        if not 0 <= placement.dim - offset < len(sizes):  # a dim that the argument says nothing of
+        if not 0 <= placement.dim - offset < len(sizes):  # the argument does not cover this dim
             return
         sizes[placement.dim - offset] = self._local_size(sizes[placement.dim - offset], op)
         holder[where] = sizes
@@ -278,7 +278,7 @@ class _Builder:
 
 
 def _graph_key(graph: fx.Graph) -> Any:
-    # Equal for graphs that compute alike: all but the names of their nodes.
+    # Equal for graphs that differ only in the names of their nodes.
     numbers = {node: number for number, node in enumerate(graph.nodes)}
 
     def plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ def embedding_rows(
     padding_idx: int = -1,
     *_: Any,
 ) -> torch.Tensor:
-    """This rank's summand of […, D]: rows of its [V / n, D], zeros for ids of other ranks."""
+    """This rank's summand of […, D]: rows of its [V / n, D] shard, and zeros for ids of other ranks."""
     first = group.rank() * weight.size(0)  # index of this rank's first row in the whole table
     local = ids - first
     foreign = (local < 0) | (local >= weight.size(0))
@@ -40,7 +40,7 @@ def embedding_rows(
 
 
 def mean_of_parts(group: Group, rule: Rule, operator: Operator, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """This rank's summand of a mean over all ranks' equal parts."""
+    """This rank's summand of a mean over equal parts on all ranks."""
     summand: torch.Tensor = operator(*args, **kwargs) / group.size()  # parts are equally large
     return summand
 

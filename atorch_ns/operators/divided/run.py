@@ -26,25 +26,25 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
 
 Divide = Callable[[OperatorGraph], OperatorDivision]
-"""Gives every operator of a captured graph its rule."""
+"""Assigns a rule to every operator of a captured graph."""
 
 _OPERATORS = "_divided_operators"  # attribute of a divided model that holds its DividedForward
 
 
-_MANY = 8  # captures kept of calls that differ in attributes alone; one more warns and drops the oldest
+_MANY = 8  # captures kept for calls that differ only in attributes. One more warns and drops the oldest.
 
 
 class CallError(RuntimeError):
-    """A call that cannot be captured; on one rank alone, where its code differs."""
+    """A call that cannot be captured. It is raised on one rank alone if the code differs there."""
 
 
 class DividedForward:
     """The forward pass of a model whose operators are divided over a group of ranks.
 
     Args:
-        model: the whole model: its structure is kept, its values are not.
+        model: the whole model. Its structure is kept, its values are not.
         blocks: paths of the blocks that stay modules, each called for its part of the forward pass.
-        divide: gives the operators of a graph their rules.
+        divide: assigns rules to the operators of a graph.
         group, device: the ranks, and this rank's device.
         within: the path, as keys have it, of the unit that ``model`` is; empty for a whole model.
     """
@@ -68,7 +68,7 @@ class DividedForward:
         self._passes: list[tuple[Any, PythonState, _Pass]] = []  # oldest first
 
     def attach(self, model: nn.Module) -> None:
-        """Makes ``model``, or another of equal structure, run by pieces; its parameters have been divided."""
+        """Makes ``model``, or another of equal structure with divided parameters, run by pieces."""
         _replace_forward(model, _DividedModel)
         vars(model)[_OPERATORS] = self
         for path in self._blocks:
@@ -79,7 +79,7 @@ class DividedForward:
 
     @property
     def code(self) -> str:
-        """The generated code of all passes that have been captured so far, equal pieces once."""
+        """The generated code of all passes captured so far. Equal pieces appear once."""
         return "\n".join(known_pass.code for *_, known_pass in self._passes)
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -151,7 +151,7 @@ class DividedForward:
         return new_pass
 
     def _mode_states(self, model: nn.Module) -> Any:
-        # Code may read these beside arguments and attributes, so each combination is a capture of its own.
+        # The code may read these as well as arguments and attributes, so each combination is captured.
         kind = self._device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return tuple(module.training for module in model.modules()), casts, torch.is_grad_enabled()
@@ -178,7 +178,7 @@ class _Pass:
         return "\n".join(code_by_body.values())
 
     def divides(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the sizes that follow the number of samples and are divided are divisible."""
+        """Whether all divided sizes that depend on the number of samples are divisible."""
         samples = self._count_samples(tensors)
         return not any(each * samples % self.division.degree for each in self._sizes_per_sample)
 
@@ -224,7 +224,7 @@ class _Pass:
         return tuple(reversed(ends))
 
     def run(self, model: nn.Module, tensors: Sequence[torch.Tensor], group: Any) -> tuple[Any, list[Any]]:
-        """The nest of results, and the whole results."""
+        """The nest of results, and the tensors in it, whole."""
         values = self._initial_values(model, tensors)
         for piece, ends in zip(self.pieces, self._dead_values, strict=True):
             inputs = [values[name] for name in piece.takes]
@@ -259,7 +259,7 @@ class _Pass:
 
 
 class _Call:
-    """The piece that a block is called for; it is callable, so that recomputation takes it for a constant."""
+    """The piece that a block is called for. It is callable, so recomputation treats it as a constant."""
 
     def __init__(self, piece: Piece, group: Any) -> None:
         self._piece, self._group = piece, group
@@ -269,7 +269,7 @@ class _Call:
 
 
 def run_piece(module: nn.Module, piece: Piece, group: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What a piece gives for its values, with the parameters and buffers of ``module``."""
+    """Runs a piece on its input values, with the parameters and buffers of ``module``."""
     states = [_read_state(module, name) for name in piece.states]
     results: tuple[Any, ...] = piece.body(group, *states, *values)
     return results

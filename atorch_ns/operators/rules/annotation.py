@@ -43,7 +43,7 @@ Dimension = tuple[AnnotationPart, ...]
 """The parts of a dimension, more than one in brackets."""
 
 Dimensions = tuple[Dimension, ...] | None
-"""Those of a tensor; ``None`` for ``?``."""
+"""The dimensions of a tensor; ``None`` for ``?``."""
 
 
 def has_star(dims: Dimensions) -> bool:
@@ -151,7 +151,7 @@ class Annotation:
 
     @classmethod
     def read(cls, text: str) -> Annotation:
-        """The annotation that a text stands for.
+        """Reads an annotation from a text.
 
         Raises:
             InputError: pointing at the place where it cannot be read.
@@ -170,7 +170,7 @@ class Annotation:
 
         Args:
             inputs: shape of each argument, ``None`` where it is not a tensor.
-            sizes: sizes by name, for brackets whose names have no other.
+            sizes: sizes by name, for names in brackets that no argument determines.
 
         Raises:
             InputError: if the shapes do not fit the annotation.
@@ -188,10 +188,10 @@ class Annotation:
     def rules(self, inputs: Sequence[Shape | None], degree: int, **sizes: int) -> tuple[Rule, ...]:
         """One rule for each name that may be divided and whose size ``degree`` divides.
 
-        A name among ``sizes`` is not divided, as the function would take the whole size for its piece.
+        A name among ``sizes`` is not divided, because the function would use the whole size on a piece.
 
         Args:
-            inputs: shape of each argument; ``None`` if it is no tensor, which has no placement in the rules.
+            inputs: shape of each argument; ``None`` for one that is not a tensor and has no placement.
             sizes: sizes by name.
 
         Raises:
@@ -210,7 +210,7 @@ class Annotation:
 
     @property
     def marks(self) -> dict[str, str]:
-        """The marks of each name, wherever it stands."""
+        """The marks of each name, from all of its places."""
         by_name: dict[str, str] = {}
         for dims in (*self.inputs, *self.outputs):
             for part in (part for dim in dims or () for part in dim if not part.name.isdecimal()):
@@ -232,7 +232,7 @@ class Annotation:
             raise InputError(f"the annotation {self.text!r} does not fit {shapes}: {error}") from error
 
     def _expand_stars(self, inputs: Sequence[Shape | None]) -> Annotation:
-        # `*1` is the last dimension that `*` stands for, `*2` the one before: as broadcasting aligns them.
+        # `*1` is the last dimension of `*` and `*2` the one before, since broadcasting aligns from the right.
         counts = [
             0 if dims is None or shape is None else len(shape) - len(dims) + 1
             for dims, shape in zip(self.inputs, inputs, strict=True)
@@ -273,7 +273,7 @@ def _part_size(part: AnnotationPart, sizes: Mapping[str, int]) -> int:
 
 
 class _Sizes:
-    """The sizes of names, as far as they are known."""
+    """The known sizes of names."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = dict(sizes)

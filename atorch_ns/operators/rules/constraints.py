@@ -38,7 +38,7 @@ class Constraint:
 
     Attributes:
         name: the operator's name, with or without the module of its function.
-        parent_module: part of the modules that call it; empty for any.
+        parent_module: part of the path or classes of the calling modules; empty for any.
         allowed_partition_dims: pairs of a tensor argument's number and a dimension that may be divided.
         replica_allowed: whether the operator may be whole.
     """
@@ -96,15 +96,15 @@ def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
 def allowed(
     rules: Iterable[Rule], operator: str, modules: Sequence[str], constraints: Sequence[Constraint]
 ) -> tuple[Rule, ...]:
-    """Those of an operator's rules that the constraints allow; all where none is on it.
+    """The rules of an operator that the constraints allow; all rules if no constraint applies.
 
     Args:
-        rules: its rules, the one that divides nothing included.
+        rules: all rules of the operator, including the one that divides nothing.
         operator: its name, as ``aten.linear.default`` or ``linear``.
         modules: path and classes of the modules that call it, each joined by dots, the outermost first.
 
     Raises:
-        InputError: if none is left.
+        InputError: if no rule is left.
     """
     rules = tuple(rules)
     constraint = _find_constraint(operator, modules, constraints)
@@ -121,7 +121,7 @@ def allowed(
 
 
 def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Constraint]) -> tuple[str, ...]:
-    """A warning for each constraint that holds for no call.
+    """A warning for each constraint that matches no call.
 
     Args:
         calls: the operator and the modules of each call, as for :func:`allowed`.

@@ -32,12 +32,12 @@ from atorch_ns.text import counted, error_line, with_article
 from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels, sample_size
 
 Annotating = str | Callable[..., str]
-"""An annotation, or a function of a call's arguments that gives it."""
+"""An annotation, or a function that returns one for the arguments of a call."""
 
 
 @dataclass(frozen=True, eq=False)
 class RegisteredOperator:
-    """An operator with its annotation, and the function that it runs; ``None`` for an operator of torch."""
+    """An operator, its annotation, and the function that it runs (``None`` for an operator of torch)."""
 
     name: str
     annotation: Annotating
@@ -56,7 +56,7 @@ class RegisteredOperator:
     def annotation_of(self, values: Mapping[str, Any]) -> Annotation:
         """The annotation of a call with these arguments.
 
-        A function that gives it takes meta tensors, arguments without a default by place, and others by name.
+        An annotation function gets meta tensors, by name for arguments with a default, else by position.
 
         Raises:
             InputError: if the text is not an annotation.
@@ -77,7 +77,7 @@ class RegisteredOperator:
         return Annotation.read(text)
 
     def call(self, values: Sequence[Any]) -> Any:
-        """What the function returns for the values of its parameters."""
+        """Calls the function with the values of its parameters."""
         assert self.function is not None
         pairs = list(zip(self.parameters, values, strict=True))
         by_name = {
@@ -114,7 +114,7 @@ def shape_of(value: object) -> Shape | None:
 
 
 def sizes_of(annotation: Annotation, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are sizes of names of the annotation."""
+    """The arguments that give sizes of names in the annotation."""
     marks = annotation.marks
     return {
         name: value
@@ -135,10 +135,10 @@ _TYPES: Final[tuple[tuple[Any, str], ...]] = (
 
 
 def schema_type(operator: str, parameter: str, value: object) -> str:
-    """The type that a schema gives an argument.
+    """The type of an argument in a schema.
 
     Raises:
-        InputError: if no operator can take it.
+        InputError: if no schema has a type for the value.
     """
     if value is None:
         return "Tensor?"
@@ -156,10 +156,10 @@ def schema_type(operator: str, parameter: str, value: object) -> str:
 
 
 def run(entry: RegisteredOperator, values: Sequence[Any], num_results: int) -> Any:
-    """What a registered function computes, as new tensors.
+    """Runs a registered function and returns its results as new tensors.
 
     Raises:
-        InputError: if it returns something else, or a capture sees it write to its arguments.
+        InputError: if it returns anything else, or writes to its arguments during a capture.
     """
     tensors = tensors_of(values)
     is_capture = any(isinstance(tensor, fake_tensor_type()) for tensor in tensors)
@@ -230,7 +230,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OperatorRegistry:
-    """The registered operators of a namespace of ``torch.ops``; it keeps them alive."""
+    """The registered operators of a namespace of ``torch.ops``. The registry keeps them alive."""
 
     def __init__(self, namespace: str) -> None:
         self.entries: dict[str, RegisteredOperator] = {}
@@ -239,7 +239,7 @@ class OperatorRegistry:
         self._library = Library(namespace, "FRAGMENT")
 
     def find(self, call: Call) -> RegisteredOperator | None:
-        """The entry of the operator that a call calls; ``None`` if it is not registered."""
+        """The entry of a call's operator; ``None`` if it is not registered."""
         namespace, name, *_ = f"{call.name}.".split(".")  # control flow has no dot: cond
         return self.entries.get(name if namespace == self.namespace else call.name)  # ours: every overload
 
@@ -247,7 +247,7 @@ class OperatorRegistry:
         """Registers an entry.
 
         Raises:
-            InputError: if the key is another function's, or has another annotation.
+            InputError: if the key belongs to another function, or has another annotation.
         """
         rival = self.entries.get(key)
         if rival is not None and (
@@ -260,7 +260,7 @@ class OperatorRegistry:
         self.entries[key] = entry
 
     def operator(self, name: str, values: Sequence[Any]) -> Overload:
-        """The operator of a function for arguments of the types of ``values``, made on first use."""
+        """The overload for arguments with the types of ``values``, created on first use."""
         entry = self.entries[name]
         parameters = ", ".join(
             f"{schema_type(name, key, value)} {key}" for key, value in entry.named(values).items()

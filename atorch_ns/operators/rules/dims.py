@@ -23,12 +23,12 @@ class Dims:
 
     Attributes:
         inputs, outputs: letters of each tensor argument and result.
-        summed: letters that results lack because they are summed over.
-        added: numbers of arguments that are added to a sum once, such as a bias: partial where the sum is.
-        linear: groups of argument numbers. The operator is linear in each: partial sums give partial sums.
+        summed: letters that are summed over, so results do not have them.
+        added: indices of arguments added to the sum once, such as a bias; partial whenever the sum is.
+        linear: groups of argument indices. The operator is linear in each group: partial sums stay partial.
         kernels: kernels, by the letter that is divided.
         fits: whether a rank's piece of a dimension may have a size; called with the letter and the size.
-        why: the reason that the table gives.
+        why: the reason recorded in the table.
     """
 
     inputs: Sequence[Letters]
@@ -73,29 +73,29 @@ class Dims:
 
 
 Table = Callable[[Call], Dims | None]
-"""The dims of a call of one of a table's operators; ``None`` where only the whole call is right."""
+"""Returns the dims of a call of an operator in a table; ``None`` if the call cannot be divided."""
 
 
 def letters(count: int, start: str = "a") -> Letters:
-    """So many different letters."""
+    """``count`` different letters."""
     return tuple(chr(ord(start) + number) for number in range(count))
 
 
 def but(dims: Letters, *frozen: int) -> Letters:
-    """The letters, those at the given places never divided."""
+    """The letters, with ``None`` (never divided) at the given places."""
     places = {index % len(dims) for index in frozen} if dims else set()  # negative ones count from the back
     return tuple(None if index in places else letter for index, letter in enumerate(dims))
 
 
 def broadcast(result: Sequence[int], dims: Letters, shape: Sequence[int]) -> Letters:
-    """The letters of an argument that is broadcast to a result: none where it is repeated."""
+    """The letters of an argument that is broadcast to a result; ``None`` for repeated dimensions."""
     start = len(dims) - len(shape)  # shapes are aligned at their last dims
     rows = zip(dims[start:], shape, tuple(result)[start:], strict=True)
     return tuple(letter if size == full else None for letter, size, full in rows)  # size 1 is repeated
 
 
 def frozen(call: Call, start: int = 0) -> list[Letters]:
-    """Letters of the tensor arguments from number ``start`` on, none of which is divided."""
+    """Undivided dims of the tensor arguments from index ``start`` on."""
     return [(None,) * len(spec.shape) for spec in call.tensors[start:]]
 
 

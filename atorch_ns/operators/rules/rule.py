@@ -34,7 +34,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def read_placement(text: str) -> Placement:
-    """The placement that :func:`placement_text` writes as ``text``.
+    """Reads a placement from a text that :func:`placement_text` returned.
 
     Raises:
         InputError: for another text.
@@ -56,7 +56,7 @@ class Rule:
     Attributes:
         outputs: placements of its results, in order.
         inputs: placements of its tensor arguments, in the order of :attr:`Call.tensors`.
-        source: where the rule comes from, and why it holds, in a few words.
+        source: the origin and the reason of the rule, in a few words.
         kernel: function of :mod:`~atorch_ns.operators.divided.kernels` that runs instead; empty for none.
     """
 
@@ -70,10 +70,10 @@ class Rule:
 
     @classmethod
     def read(cls, text: str) -> Rule:
-        """The rule that ``str(rule)`` gave.
+        """Reads a rule from a text that ``str(rule)`` returned.
 
         Raises:
-            InputError: for a text that is none.
+            InputError: if the text is not a rule.
         """
         outputs, arrow, inputs = text.partition("<-")
         if not arrow:
@@ -88,7 +88,7 @@ class Rule:
 
     @cached_property
     def divides(self) -> bool:
-        """Whether it divides anything: if not, every rank computes the same."""
+        """Whether the rule divides anything. If not, every rank computes the same."""
         return any(not isinstance(placement, Replicate) for placement in (*self.outputs, *self.inputs))
 
 
@@ -98,4 +98,4 @@ def whole_rule(call: Call) -> Rule:
 
 
 Rules = Callable[[Call, int], Sequence[Rule]]
-"""``(call, degree) -> the rules that divide it over so many ranks``, without :func:`whole_rule`."""
+"""``(call, degree) -> rules``: the rules that divide a call over ``degree`` ranks, no :func:`whole_rule`."""

@@ -17,12 +17,12 @@ from atorch_ns.operators.rules.views import VIEWS
 from atorch_ns.torch_compat import dtensor_rules
 
 UserRules = Callable[[Call, int], Sequence[Rule] | None]
-"""The user's rules of a call; ``None`` where the user has none."""
+"""Returns the user's rules of a call; ``None`` if there are none."""
 
 RUN_AS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default
 }
-"""What runs on pieces in an operator's place: pieces need not be contiguous."""
+"""Replacements of operators that run on pieces, since pieces need not be contiguous."""
 
 _TABLES: Mapping[str, Table] = {**PRODUCTS, **REDUCTIONS, **INDEXING, **VIEWS}
 
@@ -49,7 +49,7 @@ _OVER = frozenset(["div", "divide", "true_divide"])  # linear in the first
 
 
 def rules_of(call: Call, degree: int, user_rules: UserRules | None = None) -> tuple[Rule, ...]:
-    """All rules by which ``degree`` ranks may divide a call; the first divides nothing."""
+    """All rules by which ``degree`` ranks may divide a call. The first rule divides nothing."""
     custom_rules = user_rules(call, degree) if user_rules is not None else None
     if custom_rules is not None:
         rules: Iterator[Rule] | Sequence[Rule] = custom_rules  # the user's rules replace all others

@@ -28,7 +28,7 @@ def _input_letters(call: Call) -> Letters:
 def _movement_dims(
     inputs: Sequence[Letters], outputs: Sequence[Letters], why: str = _MOVED, **others: Any
 ) -> Dims:
-    # It makes no elements, so partial sums become partial sums of the moved tensor.
+    # Moving creates no elements, so partial sums stay partial sums of the moved tensor.
     return Dims(inputs, outputs, linear=[range(len(inputs))], why=why, **others)
 
 
@@ -265,7 +265,7 @@ _SIZES = {  # by operator the argument that has the result's sizes
 
 
 def size_argument(call: Call) -> tuple[str, int, int] | None:
-    """The argument with the result's sizes: its name, its place, and the result's dim of its first entry."""
+    """Name and position of the argument with the result's sizes, and the result's dim of its first entry."""
     name = _SIZES.get(name_of(call))
     if name is None or name not in arguments_of(call):
         return None

@@ -35,7 +35,7 @@ from atorch_ns.operators.solver.problem import (
 from atorch_ns.operators.solver.solve import SolvedProblem
 
 LegalRules = Mapping[str, tuple[Rule, ...]]
-"""By operator key the rules that hold for all its operators; the first divides nothing."""
+"""Legal rules by operator key, which hold for all operators with the key. The first divides nothing."""
 
 RESULTS = "results of the model"
 """Key of the node that reads them."""
@@ -43,13 +43,13 @@ RESULTS = "results of the model"
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes that a training keeps for each parameter, in units of the parameter's.
+    """Training memory of a parameter, in units of the parameter's own bytes.
 
     Attributes:
-        gradient: of the gradient.
-        optimizer: of the optimizer's states; 2 for Adam in one precision.
-        shards: the number of data ranks that share gradients and states.
-        gradients_stay: whether forward passes hold gradients too, as with several micro-batches or buckets.
+        gradient: size of the gradient.
+        optimizer: size of the optimizer states; 2 for Adam in one precision.
+        shards: number of data ranks over which gradients and states are sharded.
+        gradients_stay: whether gradients stay alive in forward passes, as with micro-batches or buckets.
     """
 
     gradient: float = 1.0
@@ -58,7 +58,7 @@ class States:
     gradients_stay: bool = False
 
     def of(self, parameter_bytes: float) -> tuple[float, float]:
-        """Bytes that are always held for a parameter, and those of a gradient that a backward pass brings."""
+        """Bytes that are always held for a parameter, and bytes of a gradient that a backward pass adds."""
         gradient = parameter_bytes * self.gradient / self.shards
         resident = parameter_bytes * (1 + self.optimizer / self.shards)
         return (resident + gradient, 0.0) if self.gradients_stay else (resident, gradient)
@@ -66,10 +66,10 @@ class States:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A problem, and what its nodes stand for.
+    """A problem, and the rules, placements and keys behind its nodes.
 
     Attributes:
-        rules: the rule of each option, by node; nothing for values that come from outside.
+        rules: the rule of each option, by node; empty for values from outside.
         placements: the placement of each option of a parameter, by node.
         keys: the key of each node's operators or parameters.
     """
@@ -80,7 +80,7 @@ class Assembled:
     keys: tuple[str, ...]
 
     def plan(self, outcome: SolvedProblem, degree: int) -> OperatorPlan:
-        """The plan that a solution means."""
+        """The plan of a solution."""
         rules = {
             key: options[choice]
             for key, options, choice in zip(self.keys, self.rules, outcome.choices, strict=True)
@@ -100,7 +100,7 @@ class Assembled:
         )
 
     def choices(self, plan: OperatorPlan) -> list[int]:
-        """The option of each node by a legal plan; what it does not name is whole."""
+        """The option of each node under a legal plan. Nodes that it does not name stay whole."""
         indices = []
         for key, rules, placements in zip(self.keys, self.rules, self.placements, strict=True):
             if rules:
@@ -110,7 +110,7 @@ class Assembled:
         return indices
 
     def price(self, plan: OperatorPlan) -> Price:
-        """What a plan is predicted to take."""
+        """The predicted costs of a plan."""
         return price(self.problem, self.choices(plan))
 
 
@@ -127,7 +127,7 @@ def assemble(
     """The problem of dividing a graph.
 
     Args:
-        device: the device that operators are measured on as fakes.
+        device: device of the fake tensors on which operators are measured.
         recomputed: whether blocks are recomputed in the backward pass.
         stored: fixed placements of parameters by key; others are whole. ``None`` if all are free.
     """
@@ -182,7 +182,7 @@ class _Assembly:
         nodes = tuple(self._build_node(draft) for draft in self._drafts)
         works = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
         launches = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in works)
-        # Operators of a CPU have it in their own time.
+        # On a CPU the time of an operator includes it.
         host = 0.0 if self._prices.device.type == "cpu" else launches * self._prices.device.launch_s
         problem = PlacementProblem(nodes, tuple(Use(**kwargs) for kwargs in self._use_fields), groups, host)
         return Assembled(
@@ -224,7 +224,7 @@ class _Assembly:
     def _add_origin(self, value: fx.Node) -> None:
         origin = self._graph.origins[value]
         spec = self._graph.spec(value)
-        if origin.kind != "parameter":  # inputs, buffers and constants are whole
+        if origin.kind != "parameter":  # inputs, buffers and constants stay whole
             number = self._ensure_draft(value.name, lambda: _Draft(value.name, (Option(outputs=("R",)),)))
             self._drafts[number].count = 1
         else:
@@ -245,7 +245,7 @@ class _Assembly:
         placements: list[Placement] = [WHOLE, *(Shard(dim) for dim in dims)]
         if self._layout is not None:
             placements = [self._layout.get(key, WHOLE)]
-        # Of plans that are as fast, the one whose parameters are whole: their gradients travel together.
+        # Equally fast plans: prefer whole parameters, whose gradients are reduced together.
         options = tuple(
             Option(
                 outputs=(placement_text(placement),),
@@ -291,7 +291,7 @@ class _Assembly:
             seconds=forward + backward,
             forward_seconds=forward,
             saved=work.saved_bytes / (self._prices.degree if rule.divides else 1),  # such as masks
-            transient=local,  # what it reads and makes, or in the backward pass their gradients
+            transient=local,  # its inputs and results, or their gradients in the backward pass
         )
 
     def _link_readers(self) -> None:

@@ -31,13 +31,13 @@ from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, quiet_fake_k
 
 @dataclass(frozen=True)
 class Work:
-    """What one call of an operator takes, whole.
+    """The work of one undivided call of an operator.
 
     Attributes:
-        forward, backward: the counts of its two passes.
-        is_view: whether it gives nothing but views of its arguments.
-        saved_inputs: for each tensor argument whether autograd keeps it until the backward pass.
-        saved_bytes: what it keeps besides, such as a mask.
+        forward, backward: operator counts of the two passes.
+        is_view: whether all results are views of its arguments.
+        saved_inputs: whether autograd keeps each tensor argument until the backward pass.
+        saved_bytes: bytes of other saved tensors, such as a mask.
     """
 
     forward: OperatorCounts
@@ -47,7 +47,7 @@ class Work:
     saved_bytes: int
 
     def summing_gradients(self, outputs: Sequence[TensorSpec], readers: Sequence[int]) -> Work:
-        """The same where each result has so many readers, whose gradients of it the backward pass adds up."""
+        """The work with the sum of gradients in the backward pass, by the number of readers per result."""
         backward = self.backward
         for spec, count in zip(outputs, readers, strict=True):
             if spec.requires_grad and count > 1:
@@ -57,11 +57,11 @@ class Work:
 
 
 def work_of(op: Operator, device: torch.device, priced_for: str) -> Work:
-    """The work of an operator: by a run on fake tensors or, where that fails, by its tensors' bytes alone.
+    """The work of an operator, measured on fake tensors. If that fails, only its tensors' bytes count.
 
     Args:
         device: the device that the fake tensors claim to be on.
-        priced_for: type of the device whose kernels are meant.
+        priced_for: type of the device whose kernels are priced.
     """
     kernels = nullcontext() if priced_for == device.type else DropoutOfGpus()  # a CPU stands for a GPU
     with fake_tensor_mode(), quiet_fake_kernels(), torch.enable_grad(), kernels:
@@ -120,11 +120,11 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class OperatorPrices:
-    """Seconds on a cluster whose ``degree`` neighbouring ranks divide the operators.
+    """Prices on a cluster where ``degree`` neighbouring ranks divide the operators.
 
     Attributes:
-        hardware: the figures of devices and links; each says where it is from.
-        groups: the ranks that divide.
+        hardware: figures of devices and links, each with its source.
+        groups: the ranks that divide the operators.
         compute_dtype: dtype of matrix products, as torch names it.
     """
 
@@ -135,13 +135,13 @@ class OperatorPrices:
 
     @classmethod
     def of(cls, model: nn.Module, cluster: Cluster, degree: int) -> OperatorPrices:
-        """As :meth:`on`, in the dtype of a model's first parameter."""
+        """Like :meth:`on`, in the dtype of a model's first parameter."""
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         return cls.on(cluster, degree, str(dtype).removeprefix("torch."))
 
     @classmethod
     def on(cls, cluster: Cluster, degree: int, compute_dtype: str) -> OperatorPrices:
-        """The prices on neighbouring ranks of a cluster.
+        """Makes prices for neighbouring ranks of a cluster.
 
         Raises:
             InputError: if the table does not know the cluster's device.
@@ -157,7 +157,7 @@ class OperatorPrices:
         return self.hardware.device
 
     def seconds(self, op: Operator, rule: Rule, work: Work) -> tuple[float, float]:
-        """Of the forward and of the backward pass of one rank's part of a call."""
+        """Seconds of the forward and of the backward pass of one rank's part of a call."""
         call = op.call
         pairs = list(zip((*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True))
         whole = sum(spec.num_bytes for spec, _ in pairs)
@@ -171,27 +171,27 @@ class OperatorPrices:
         return forward, backward
 
     def local_bytes(self, spec: TensorSpec, placement: Placement) -> float:
-        """Bytes that one rank has of a tensor."""
+        """Bytes of a tensor on one rank."""
         return spec.num_bytes / (self.degree if placement.is_shard() else 1)
 
     def gradient_sum(self, spec: TensorSpec) -> tuple[float, float]:
-        """Seconds and bytes exchanged of summing a whole parameter's gradient, in a bucket with others."""
+        """Seconds and exchanged bytes to sum a whole parameter's gradient in a bucket with others."""
         if not spec.requires_grad:
             return 0.0, 0.0
         sizes = (float(spec.num_bytes), 0.0)
         whole, empty = (
             float(collective_seconds("all_reduce", size, self.groups, self.hardware)[0]) for size in sizes
         )
-        # Latency is that of a bucket, of which the gradient pays its share.
+        # The gradient pays its share of the bucket's latency.
         return whole - empty * (1 - min(1.0, spec.num_bytes / DEFAULT_BUCKET_BYTES)), float(spec.num_bytes)
 
     def conversion(self, spec: TensorSpec, source: Placement, need: ArgumentNeed) -> tuple[float, float]:
-        """Seconds and bytes exchanged of a conversion of one value, forward and backward."""
+        """Seconds and exchanged bytes to convert one value, forward and backward."""
         seconds = num_bytes = 0.0
         for step in steps(source, need):
             kinds = (step.forward, step.backward if spec.requires_grad else "")
             for kind in filter(None, kinds):
                 seconds += float(collective_seconds(kind, spec.num_bytes, self.groups, self.hardware)[0])
-                num_bytes += spec.num_bytes  # of the whole value, for any collective
+                num_bytes += spec.num_bytes  # bytes of the whole value, for any collective
             seconds += self.device.launch_s
         return seconds, num_bytes

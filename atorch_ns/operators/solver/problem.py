@@ -17,22 +17,22 @@ from typing import NamedTuple
 from atorch_ns.errors import InputError
 
 Label = Hashable
-"""A placement, by any name: such as ``"R"``, ``"P"`` or ``"0"``."""
+"""A placement under any name, such as ``"R"``, ``"P"`` or ``"0"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to run a node. Costs are of all instances together, unless said otherwise.
+    """One way to run a node. Costs cover all instances, unless noted otherwise.
 
     Attributes:
         outputs: the label of each result.
-        needs: the label in which each of :attr:`OperatorNode.inputs` is needed.
+        needs: the label needed for each of :attr:`OperatorNode.inputs`.
         seconds: time of the forward and the backward pass.
-        forward_seconds: the part of it that is paid once more where the node is recomputed.
-        resident: bytes that are always held: parameters, optimizer states.
-        gradients: bytes that come in the backward pass, while what is saved goes.
-        saved: bytes held until the backward pass beside inputs and results, such as masks.
-        transient: bytes that one instance holds only while it runs, at their peak.
+        forward_seconds: the part of ``seconds`` that recomputation repeats.
+        resident: bytes that are always held, such as parameters and optimizer states.
+        gradients: bytes that are added in the backward pass, while saved tensors are freed.
+        saved: bytes held until the backward pass besides inputs and results, such as masks.
+        transient: peak bytes that one instance holds only while it runs.
     """
 
     outputs: tuple[Label, ...] = ()
@@ -46,7 +46,7 @@ class Option:
 
 
 class Input(NamedTuple):
-    """A value that a node reads: its index in :attr:`PlacementProblem.uses`; whether autograd saves it."""
+    """A value that a node reads: index in :attr:`PlacementProblem.uses`, and whether autograd saves it."""
 
     use: int
     saved: bool = False
@@ -57,8 +57,8 @@ class OperatorNode:
     """A class of equal operators.
 
     Attributes:
-        name: as messages show it.
-        options: the ways to run it; one is a fixed choice.
+        name: name in messages.
+        options: the ways to run it. A single option is a fixed choice.
         inputs: the values that it reads. If an argument has several values, such as the embedding in the
             first layer and a layer's result in others, it is listed for each, and every option needs the same
             label of them.
@@ -88,11 +88,11 @@ class Use:
     """The readers of a value in one segment of the model, all in the same recomputation group or in none.
 
     Attributes:
-        node, result: the node that gives the value, and the position of the value among its results.
-        conversions: cost by ``(label given, label needed)``, also of equal labels; others are impossible.
-        saved: bytes of one instance by label needed, held until the backward pass if a reader saves it.
+        node, result: the node that produces the value, and the index of the value among its results.
+        conversions: cost by ``(given label, needed label)``, equal labels too. Other pairs are impossible.
+        saved: bytes of one instance by needed label, held until the backward pass if a reader saves it.
         count: the number of instances.
-        enters: whether it comes from outside of the recomputed part, converted once and always held.
+        enters: whether it enters the recomputed part from outside, so it is converted once and always held.
     """
 
     node: int
@@ -103,13 +103,13 @@ class Use:
     enters: bool = False
 
     def label(self, option: Option) -> Label:
-        """The label that an option of the node gives to the value."""
+        """The label of the value under an option of its node."""
         return option.outputs[self.result]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes in ``count`` copies, recomputed together if ``recomputed``; ``None`` leaves it to the solver."""
+    """Nodes in ``count`` copies, recomputed together if ``recomputed``. ``None``: the solver decides."""
 
     count: int = 1
     recomputed: bool | None = None
@@ -122,7 +122,7 @@ class UseReader(NamedTuple):
     position: int
 
     def label(self, option: Option) -> Label:
-        """The label in which an option of the node needs the value."""
+        """The label that an option of the node needs."""
         return option.needs[self.position]
 
 
@@ -131,7 +131,7 @@ class PlacementProblem:
     """Nodes, the values between them, and groups of nodes that may be recomputed.
 
     Attributes:
-        host_seconds: the least that a step takes, however it is divided: a host starts all operators.
+        host_seconds: lower bound of a step's time under any division, since the host starts all operators.
     """
 
     nodes: tuple[OperatorNode, ...]
@@ -164,7 +164,7 @@ class PlacementProblem:
         return tuple(map(tuple, by_use))
 
     def read(self) -> Iterator[tuple[Use, tuple[UseReader, ...], str]]:
-        """The uses that have readers, with them and the name of their group."""
+        """Each use that has readers, with its readers and the name of their group."""
         for use, readers in zip(self.uses, self.readers, strict=True):
             if readers:
                 yield use, readers, self.nodes[readers[0].node].group
@@ -176,14 +176,14 @@ class PlacementProblem:
     def saved_bytes(
         self, use: Use, readers: Sequence[UseReader], options: Sequence[Option], *, is_recomputed: bool
     ) -> float:
-        """Bytes of one instance of a use that its readers, of a recomputed group or not, let autograd save."""
+        """Bytes that autograd saves for one instance of a use, in a recomputed group or not."""
         holds_all = is_recomputed and use.enters  # held for recomputation, even if no reader saves it
         labels = {entry.label(options[entry.node]) for entry in readers if holds_all or self.saves(entry)}
         return sum(use.saved.get(label, 0.0) for label in labels)
 
     @property
     def always_recomputed(self) -> frozenset[str]:
-        """The groups that are recomputed in any case."""
+        """The groups that are always recomputed."""
         return frozenset(name for name, group in self.groups.items() if group.recomputed)
 
 
@@ -195,7 +195,7 @@ class Price:
         compute_seconds, conversion_seconds: time of all operators and conversions, recomputation included.
         bytes_moved: bytes that conversions move, without recomputation.
         resident: bytes that are always held.
-        gradients: bytes of gradients that stand where activations stood.
+        gradients: bytes of gradients that replace activations in the backward pass.
         saved: bytes held until the backward pass.
         transient: bytes of the two largest peaks inside operators.
         recomputing: bytes that the largest recomputed group saves while its backward pass runs.
@@ -213,25 +213,25 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """Time of operators and conversions, or of starting them."""
+        """Time of operators and conversions, at least the time to start them."""
         return max(self.compute_seconds + self.conversion_seconds, self.host_seconds)
 
     @property
     def memory(self) -> float:
-        """The most bytes at one time: in the backward pass gradients come as what was saved goes."""
+        """Peak bytes. In the backward pass gradients are added while saved tensors are freed."""
         return self.resident + max(self.saved, self.gradients) + self.transient + self.recomputing
 
 
 def price(
     problem: PlacementProblem, choices: Sequence[int], recomputed: Collection[str] | None = None
 ) -> Price:
-    """The price of one option for each node.
+    """The price of a choice of one option per node.
 
     Args:
         recomputed: the groups that are recomputed; ``None`` for :attr:`PlacementProblem.always_recomputed`.
 
     Raises:
-        InputError: if a value is needed in a label to which the one it has cannot be converted.
+        InputError: if a value cannot be converted to a needed label.
     """
     again = problem.always_recomputed if recomputed is None else recomputed
     nodes = problem.nodes
@@ -279,7 +279,7 @@ def price(
 def shared_conversions(
     problem: PlacementProblem, use: Use, readers: Sequence[UseReader], options: Sequence[Option]
 ) -> dict[UseReader, ConversionCost]:
-    """The conversions of a use, by reader: of those that need the same label and share one, by the last.
+    """The conversions of a use by reader. Readers of the same label share one, listed by the last of them.
 
     Raises:
         InputError: as :func:`price`.

@@ -29,7 +29,7 @@ Terms = dict[int, float]
 """A sum of columns: factors by column."""
 
 ONE = 0
-"""The column that is always 1: for what is certain, and for constants."""
+"""The column that is always 1, for fixed choices and for constants."""
 
 
 # Slower than branching: 7.3 against 3.5 s for 12 divisions of 122 nodes and 400 options within a limit.
@@ -37,7 +37,7 @@ _SEARCH = {"mip_allow_restart": False, "mip_heuristic_run_root_reduced_cost": Fa
 
 
 class Solution(NamedTuple):
-    """The columns' values, empty if none were found, with their objective and its lower bound."""
+    """The columns' values (empty if none were found), the objective and its lower bound."""
 
     status: Literal["optimal", "infeasible", "time limit"]
     values: tuple[float, ...]
@@ -56,20 +56,20 @@ class Milp:
     rows: list[tuple[Terms, float]] = field(default_factory=list)  # 0 <= sum <= the number
 
     def column(self, *, whole: bool = False, lower: float = 0.0, upper: float = 1.0) -> int:
-        """A new column between two bounds, which takes whole values only or all."""
+        """Adds a column with two bounds, whole-valued or continuous."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.whole.append(whole)
         return len(self.lower) - 1
 
     def at_least(self, larger: Terms, smaller: Terms, *, equal: bool = False) -> None:
-        """One sum is at least another, or equal to it."""
+        """Demands that one sum is at least another, or equal to it."""
         terms = defaultdict(float, larger)
         add(terms, smaller, -1.0)
         self.rows.append((terms, 0.0 if equal else math.inf))
 
     def largest(self, sums: Iterable[Terms], upper: float = 1.0) -> Terms:
-        """The largest of some sums, wherever it is to be small."""
+        """The maximum of some sums, for an objective that minimises it."""
         different: list[Terms] = []
         for terms in sums:
             if terms == {ONE: upper}:  # no sum exceeds its upper bound
@@ -94,7 +94,7 @@ class Milp:
         return both
 
     def solve(self, objective: Terms, gap: float, time_limit: float) -> Solution:
-        """The values that make the objective least.
+        """Minimises the objective.
 
         Args:
             gap: the relative gap at which the search ends.
@@ -161,15 +161,15 @@ def add(terms: Terms, more: Terms, factor: float = 1.0) -> None:
 
 
 Options = Sequence[Sequence[int]]
-"""The indices of the options that may be chosen, by node."""
+"""Indices of the allowed options, by node."""
 
 
 class Program:
     """The program of a problem.
 
     Args:
-        options: the options that may be chosen; conversions lead from and to all of them.
-        memory_unit: bytes that are written as 1.
+        options: the allowed options. Conversions connect all of them.
+        memory_unit: number of bytes that count as 1.
     """
 
     def __init__(self, problem: PlacementProblem, options: Options, memory_unit: float = 1.0) -> None:
@@ -204,15 +204,15 @@ class Program:
         return len(self._milp.lower), len(self._milp.rows)
 
     def limit_memory(self, memory_limit: float) -> None:
-        """Demands that the choice needs at most so many bytes."""
+        """Limits the memory of the choice to ``memory_limit`` bytes."""
         self._milp.at_least({ONE: memory_limit / self._unit}, self._memory)
 
     def fastest(self, gap: float, time_limit: float) -> Solution:
-        """The choice that takes the fewest seconds."""
+        """The choice with the shortest time."""
         return self._milp.solve(self._seconds, gap, time_limit)
 
     def smallest(self, gap: float, time_limit: float) -> Solution:
-        """The choice that needs the least memory; objective and bound are in bytes."""
+        """The choice with the least memory. Objective and bound are in bytes."""
         solution = self._milp.solve(self._memory, gap, time_limit)
         return solution._replace(objective=solution.objective * self._unit, bound=solution.bound * self._unit)
 

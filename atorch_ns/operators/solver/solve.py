@@ -26,11 +26,11 @@ class SolvedProblem:
     """A solved problem.
 
     Attributes:
-        choices: the index of an option, by node.
+        choices: index of the chosen option, by node.
         recomputed: the groups that are recomputed.
-        bound: seconds that no choice is faster than.
-        gap: the part of the seconds by which the choice may be slower than the best.
-        status: ``"time limit"`` if the search was ended before the gap was as small as demanded.
+        bound: lower bound of the seconds of any choice.
+        gap: upper bound of the share of the seconds that the best choice could save.
+        status: ``"time limit"`` if the search ended before it reached the demanded gap.
         num_columns, num_rows: the size of the program.
     """
 
@@ -54,12 +54,12 @@ def solve(
     """The fastest choice within a memory limit.
 
     Args:
-        memory_limit: the most bytes of :attr:`Price.memory`, kept to within 0.001 %; ``None`` for no limit.
+        memory_limit: limit of :attr:`Price.memory` in bytes, kept to within 0.001 %; ``None`` for no limit.
         gap: the relative gap between the choice and the bound at which the search ends.
         time_limit: seconds after which the search ends with the best choice found.
 
     Raises:
-        InputError: if no choice can be converted, none fits in the memory, or none was found in time.
+        InputError: if no choice has possible conversions, fits in memory, or was found in time.
     """
     options = _possible_options(problem, memory=memory_limit is not None)
     if memory_limit is not None:
@@ -116,7 +116,7 @@ def _possible_options(problem: PlacementProblem, *, memory: bool) -> list[list[i
         options[node] = indices
         return shorter
 
-    while has_changed:  # an option that goes may have been the last partner of others
+    while has_changed:  # a removed option may have been the last partner of others
         has_changed = False
         for use, readers, _ in problem.read():
             for reader in readers:
@@ -133,7 +133,7 @@ def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int
         return option.seconds, option.forward_seconds, *(num_bytes if memory else ())
 
     alike: dict[object, list[int]] = defaultdict(list)  # the undominated so far, by their labels
-    # In the order of costs, an option comes after those that dominate it.
+    # Sorted by costs, an option comes after all that dominate it.
     for index in sorted(range(len(options)), key=lambda index: costs(options[index])):
         rivals = alike[options[index].outputs, options[index].needs]
         cost = costs(options[index])

@@ -26,9 +26,9 @@ class Carried:
         value: number of the tensor in the graph.
         spec: shape and dtype, and whether a gradient comes back.
         call: the call that returned it; for an argument the first call after the cut.
-        leaf: index among the tensors of that output, or of those arguments.
+        leaf: index among the tensors of that output or of those arguments.
         is_argument: whether it reaches the stage's code as an argument.
-        in_pieces: whether ranks that have the same stage each send a piece of it, of which ``spec`` is.
+        in_pieces: whether each rank of the same stage sends a piece of it. ``spec`` then describes the piece.
     """
 
     value: int
@@ -58,7 +58,7 @@ class Crossing:
 
 
 def refused_cuts(graph: CallGraph) -> dict[int, str]:
-    """The positions at which the model cannot be cut, each with the reason."""
+    """The positions where the model cannot be cut, each with the reason."""
     problems: dict[int, str] = {}
     for cut in range(1, len(graph.calls)):
         problem = _cut_problem(graph, cut)
@@ -75,7 +75,7 @@ def refused_cuts(graph: CallGraph) -> dict[int, str]:
 def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
     """The crossing of each cut.
 
-    What a later cut needs from calls before an earlier cut crosses that one too.
+    A tensor from before an earlier cut that a later cut needs crosses both cuts.
 
     Raises:
         InputError: if the model cannot be cut there.
@@ -98,12 +98,12 @@ def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...
 def stage_parameters(
     graph: CallGraph, begin: int, end: int, *, received: Crossing | None, sent: Crossing | None
 ) -> frozenset[str]:
-    """Names of the parameters that the code between the units of a stage needs, its units' own left out.
+    """Names of the parameters that the code between a stage's units needs, without those of its units.
 
     Args:
         begin, end: the stage's calls are ``begin`` to ``end - 1``.
-        received: what crosses the cut before it; ``None`` for the first stage.
-        sent: what crosses the cut after it; ``None`` for the last stage.
+        received: crossing of the cut before it; ``None`` for the first stage.
+        sent: crossing of the cut after it; ``None`` for the last stage.
     """
     waiting = [value for call in graph.calls[begin:end] for value in call.arguments]
     waiting += (*graph.results, *graph.shown) if sent is None else [tensor.value for tensor in sent.carried]
@@ -125,7 +125,7 @@ def _find_crossing(graph: CallGraph, cut: int, transit: Iterable[int]) -> Crossi
     alive = graph.alive_at(cut)
     first = graph.calls[cut].arguments
     outputs = set(transit)
-    # Values that code after the first call reads are computed again there, from outputs that cross.
+    # Code after the first call recomputes the values that it reads, from outputs that cross.
     for value in alive:
         if value not in first:
             sources = graph.sources[value]
@@ -162,7 +162,7 @@ def _find_crossing(graph: CallGraph, cut: int, transit: Iterable[int]) -> Crossi
 
 
 def _carried_spec(graph: CallGraph, number: int) -> TensorSignature:
-    # A gradient of zeros in place of none would have optimizers decay weights that one process leaves alone.
+    # With zeros in place of no gradient, optimizers would decay weights that one process leaves alone.
     spec = graph.values[number].spec
     return replace(spec, requires_grad=spec.requires_grad and number in graph.trained)
 

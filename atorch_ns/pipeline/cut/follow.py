@@ -24,14 +24,14 @@ _LOOKS_INTO = frozenset(
         "__index__", "__complex__", "__contains__", "__array__",
     }
 )  # fmt: skip
-"""Functions that return the values of a tensor to Python, or a result whose shape depends on them."""
+"""Functions that return values of a tensor to Python, or a result whose shape depends on values."""
 
 
 class Follower(TorchFunctionMode):
-    """Records the calls of units in one forward pass, and what the code between them computes from tensors.
+    """Records the calls of units in one forward pass, and the tensor computations between them.
 
-    It sees torch's functions and the methods of tensors as the code between units calls them, with the very
-    tensors that this code holds. What happens inside units is not recorded.
+    It sees the torch functions and tensor methods that the code between units calls, on the actual tensors
+    of that code. Computations inside units are not recorded.
 
     Args:
         model: the model whose forward pass is followed, on fake or real tensors.
@@ -71,7 +71,7 @@ class Follower(TorchFunctionMode):
 
     @property
     def last_read(self) -> str:
-        """The unit that computed the value that the code read last; empty if it read none."""
+        """The unit that computed the last value that the code read; empty if it read none."""
         return self._calls[self._values[self._reads[-1][1]].last_call].path if self._reads else ""
 
     @contextmanager
@@ -79,7 +79,7 @@ class Follower(TorchFunctionMode):
         """Follows the code inside the block."""
         units = [(unit, unit.module) for unit in self._units]
         whole = {id(module) for _, module in units}
-        # A part that runs while its unit does not is called from outside: such a unit has to be split.
+        # A part that runs while its unit does not is called from outside. Such a unit must be split.
         parts = [(unit, part) for unit, module in units for part in module.modules() if id(part) not in whole]
         with (
             call_hooks(units, self._enter_unit, self._leave_unit, prepend=True),
@@ -89,7 +89,7 @@ class Follower(TorchFunctionMode):
             yield self
 
     def conclude(self, result: Any, outputs: Any = ()) -> None:
-        """Records the result of the pass, a loss or the model's output, and outputs wanted beside a loss."""
+        """Records the result of the pass (a loss or the model's output) and outputs wanted besides a loss."""
         self._busy = True
         self._results = [self._value_id(tensor) for tensor in tensors_of(result)]
         ancestors = _nodes_behind(tensor.grad_fn for tensor in tensors_of(result))
@@ -205,7 +205,7 @@ class Follower(TorchFunctionMode):
             return self._derive_value(tensor, [sharers[-1]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
             return self._add_value(tensor, needs_grad=False)
-        # A result with a gradient of calls without: an autograd function of the model's own made these calls.
+        # The result has a gradient, its calls have none: the model's own autograd function made these calls.
         if self._without_grad:
             # The model may be cut before the first of these calls or after the last one, but not between.
             self._sealed_positions.update(range(self._without_grad[0] + 1, len(self._calls)))
@@ -242,7 +242,7 @@ class Follower(TorchFunctionMode):
         for path, attributes, name, tensor in _attribute_tensors(call.unit):
             if tensor is call.attributes.get(path):  # it was there before the call
                 continue
-            # It may also be an argument or an output. An alias in its place tells the uses of the two apart.
+            # It may also be an argument or an output. An alias replaces it to tell the two uses apart.
             alias = tensor.view_as(tensor)
             attributes[name] = alias
             self._add_value(

@@ -20,19 +20,19 @@ from atorch_ns.torch_compat import plain_name, unwrap_checkpoint
 def find_units(
     model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = (), leaves: Sequence[str] = ()
 ) -> list[NamedModule]:
-    """The units of a model, which stages are made of, in the order of its modules.
+    """The units from which stages are made, in the order of the model's modules.
 
     These are the repeated blocks, and the largest other modules that have parameters and hold no block
     (embeddings, the last norm, the head). What lies between them, modules without parameters and the code of
     their parents, runs on every stage that needs it.
 
     Args:
-        at_least: where a model repeats no block, its largest modules are split until it has so many units.
-        starts: paths of modules that must begin a unit; a unit that holds one is split.
-        leaves: selectors of modules inside of which there is no unit.
+        at_least: minimum number of units. A model without repeated blocks gets its largest modules split.
+        starts: paths of modules that must begin a unit. A unit that holds one is split.
+        leaves: selectors of modules that are never split into units.
 
     Raises:
-        InputError: if there is no module at one of ``starts``, or it is inside of a leaf.
+        InputError: if one of ``starts`` is not a module, or lies inside a leaf.
     """
     blocks = {id(block.module) for block in repeated_blocks(model)}
     units = list(_walk_units(NamedModule("", model), blocks, leaves))
@@ -47,7 +47,7 @@ def find_units(
 def split_units(
     units: Iterable[NamedModule], paths: Collection[str], *, leaves: Sequence[str] = ()
 ) -> list[NamedModule]:
-    """The units with the parts of those at ``paths`` in their places.
+    """Replaces the units at ``paths`` by their parts.
 
     Raises:
         InputError: if one of these is a leaf.
@@ -64,7 +64,7 @@ def split_units(
 
 
 def _walk_units(entry: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
-    """The units of a module: itself if it is a block or a leaf, or can be called and holds no block."""
+    """The units of a module: the module itself if it is a block, a leaf, or callable and without blocks."""
     if not _has_parameters(entry.module):
         return
     holds_block = any(id(child) in blocks for child in entry.module.modules())
@@ -159,17 +159,17 @@ class TensorSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor that the code between units sees, at one time: a change in place makes a new value.
+    """A version of a tensor that the code between units sees. A change in place makes a new value.
 
     Attributes:
         spec: shape and dtype.
         position: the number of calls made before it.
         inputs: numbers of the values it was computed from, by an operator between calls.
         parameters: names of the parameters that this operator read.
-        last_call: the last call that it depends on; -1 for none: such a value is the same on every stage.
-        call, leaf: for an output, its call and its index among the tensors there; else -1.
+        last_call: the last call that it depends on; -1 for none, so that it is equal on every stage.
+        call, leaf: for an output, its call and its index among the call's output tensors; else -1.
         followable: whether it can be computed again from its inputs.
-        hidden: a description, such as ``"blocks.0.aux"``, if a unit made or holds it without returning it.
+        hidden: description such as ``"blocks.0.aux"`` of a value that a unit holds but does not return.
     """
 
     spec: TensorSignature
@@ -193,9 +193,9 @@ class UnitCall:
     """One call of a unit.
 
     Attributes:
-        arguments, outputs: numbers of the values of the tensors in them, in order.
-        output: its output with a :class:`TensorSignature` in the place of each tensor.
-        counts: of the operators of its forward pass, including those of the code before it.
+        arguments, outputs: value numbers of their tensors, in order.
+        output: its output, with a :class:`TensorSignature` in place of each tensor.
+        counts: operator counts of its forward pass, including the code before it.
         saved_bytes: bytes kept for the backward pass, without parameters.
     """
 
@@ -212,14 +212,14 @@ class CallGraph:
     """One forward pass.
 
     Attributes:
-        calls, values: in the order in which they were made and computed; their indices are their numbers.
-        results: numbers of the values of the model's result: the loss, or its outputs.
-        shown: numbers of the values of outputs that are wanted beside the loss, and have no gradients.
-        reads: ``(calls before, value)`` where the code read elements of a value that depends on a call.
+        calls, values: calls and values in the order of execution. Their numbers are their indices.
+        results: value numbers of the model's result, which is the loss or the outputs.
+        shown: value numbers of outputs wanted besides the loss, which have no gradients.
+        reads: ``(calls before, value)`` for each read of elements of a value that depends on a call.
         mutates: whether a value that depends on a call was changed in place.
-        taken_apart: paths of units whose parts were called from outside of them.
-        sealed: positions inside of autograd functions of the model's own.
-        unreached: values with gradients that a backward pass does not reach, as before a ``detach``.
+        taken_apart: paths of units whose parts were called from outside.
+        sealed: positions inside the model's own autograd functions.
+        unreached: values that require gradients but that no backward pass reaches, as before a ``detach``.
     """
 
     calls: tuple[UnitCall, ...]
@@ -239,7 +239,7 @@ class CallGraph:
 
     @cached_property
     def needed_until(self) -> tuple[int, ...]:
-        """The last call before which each value is needed; -1 if nothing uses it."""
+        """The last call that needs each value; -1 if nothing uses it."""
         last = [-1] * len(self.values)
         for number, call in enumerate(self.calls):
             for value in call.arguments:
@@ -258,7 +258,7 @@ class CallGraph:
 
     @cached_property
     def trained(self) -> frozenset[int]:
-        """The values that the results are computed from, so that a backward pass reaches them."""
+        """The values that a backward pass from the results reaches."""
         numbers: set[int] = set()
         waiting = list(self.results)
         while waiting:
@@ -274,7 +274,7 @@ class CallGraph:
 
     @cached_property
     def sources(self) -> tuple[frozenset[int] | None, ...]:
-        """By value the outputs of calls that the code computes it from; ``None`` if it cannot be followed."""
+        """For each value, the call outputs that it is computed from; ``None`` if they cannot be followed."""
         origins: list[frozenset[int] | None] = []  # by value; inputs come before what is computed from them
         for number, value in enumerate(self.values):
             if value.last_call < 0:

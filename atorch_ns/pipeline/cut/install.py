@@ -23,14 +23,14 @@ from atorch_ns.pipeline.schedule.schedules import train_step_only
 
 @dataclass(frozen=True, kw_only=True)
 class StageAssignment:
-    """The assignment of units and parameters to stages, and of stages to ranks.
+    """Assignment of units and parameters to stages, and of stages to ranks.
 
     Attributes:
         ranges: the stages.
         rank_of: the rank (along the pipeline) of each stage.
-        unit_stages: the stages that call a unit, by its path; for units that are never called, those that
-            read its parameters, or else the first.
-        parameter_stages: the stages that need a parameter, by the first of its names.
+        unit_stages: the stages that call each unit, by path. A unit that is never called belongs to the
+            stages that read its parameters, or else to the first stage.
+        parameter_stages: the stages that need each parameter, by its first name.
     """
 
     ranges: tuple[StageRange, ...]
@@ -83,13 +83,13 @@ def divide_parameters(
     for unit in units:
         for parameter in unit.module.parameters():
             param_stages[names[id(parameter)]] |= callers[unit.name]
-    # Parameters that the code between units reads, on each stage whose results need that code.
+    # Every stage whose results need the code between units gets the parameters that this code reads.
     for number, stage in enumerate(stages):
         between = stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent)
         for name in between:
             param_stages[name].add(number)
     for unit in units:
-        if not callers[unit.name]:  # it goes where its parameters are read, all of them together
+        if not callers[unit.name]:  # all of it goes to the stages that read its parameters
             param_names = {names[id(parameter)] for parameter in unit.module.parameters()}
             callers[unit.name] = set().union(*(param_stages[name] for name in param_names)) or {0}
             param_stages |= {name: param_stages[name] | callers[unit.name] for name in param_names}
@@ -141,7 +141,7 @@ def install_stages(
     mine = {
         path for path, stages in assignment.unit_stages.items() if any(stage in numbers for stage in stages)
     }
-    # All of this is looked up while the model is whole: memory is released and modules replaced below.
+    # Look all of this up while the model is whole. Below, memory is released and modules are replaced.
     in_use = _modules_in_use(model, units, mine)
     switch = PassSwitch()
     places = _find_registrations(model)
@@ -186,7 +186,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch manages, suc
 
 
 def _replace_references(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Puts units and stand-ins also into a module's own lists of children, by which it may call them."""
+    """Replaces units also in a module's own lists of children, which its code may call."""
 
     def swap_modules(value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -207,7 +207,7 @@ def _replace_references(model: nn.Module, replacements: Mapping[nn.Module, nn.Mo
 
 
 def _asked_for(module: nn.Module) -> nn.Parameter | None:
-    """The first parameter that a class may ask for its dtype or device, as transformers' classes do."""
+    """The first parameter of a class that reads its dtype or device, as classes of transformers do."""
     kind = type(module)
     if not any(isinstance(getattr(kind, name, None), property) for name in ("dtype", "device")):
         return None
@@ -215,7 +215,7 @@ def _asked_for(module: nn.Module) -> nn.Parameter | None:
 
 
 def _placeholder_parameters(parameter: torch.Tensor, recurse: bool = True) -> Iterator[torch.Tensor]:
-    """In place of the method ``parameters`` of a module that holds none here: one without memory."""
+    """Replaces the method ``parameters`` of a module without parameters here: yields one without memory."""
     return iter((parameter,) if recurse else ())
 
 
@@ -241,7 +241,7 @@ def _modules_of_stage(
 ) -> list[nn.Module]:
     members = [module for path, module in modules.items() if stage in assignment.unit_stages[path]]
     stage_ids = {ids[name] for name, stages in assignment.parameter_stages.items() if stage in stages}
-    # A stand-in may hold a parameter too, such as a tied embedding that a function applies as the head.
+    # A stand-in may hold a parameter too, such as a tied embedding that a function uses as the head.
     members += [
         module
         for module in modules.values()
@@ -290,7 +290,7 @@ def _make_stub(
     in_use: set[int],
     settings: StageSettings,
 ) -> Stub:
-    """A stand-in for ``module``, whose memory is released; parameters that this rank needs move into it."""
+    """A stand-in for ``module``. It takes the parameters that this rank needs, other memory is freed."""
     stub, device = Stub(module, path, switch, settings.method), settings.device
     for name, child in module.named_children():
         if any(id(p) in kept_ids for p in child.parameters()):
@@ -302,7 +302,7 @@ def _make_stub(
                 _release_memory(inner, in_use, device)
     _release_memory(module, in_use, device, kept_ids)
     if id(module) not in in_use:
-        # For code that reads the parts of one that never runs, such as lists.
+        # For code that reads parts of a module that never runs, such as a list.
         module._modules.update(stub._modules)
     stub.__dict__["_parameters"] = module._parameters  # only those that this rank keeps are left in it
     return stub
@@ -311,7 +311,7 @@ def _make_stub(
 def _release_memory(
     module: nn.Module, in_use: set[int], device: torch.device, kept_ids: Collection[int] = ()
 ) -> None:
-    """Frees the memory of a module that does not run here, but for tensors with ``kept_ids``."""
+    """Frees the memory of a module that does not run here, except tensors with ``kept_ids``."""
     if id(module) in in_use:
         return
     for tensors in (module._parameters, module._buffers):

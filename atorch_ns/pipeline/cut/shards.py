@@ -23,7 +23,7 @@ _SKIP_READERS = 2
 
 
 class Shards(NamedTuple):
-    """Where shards begin, the first left out, with a description; it is empty where every call is a shard."""
+    """Starts of all shards but the first, with a description that is empty if every call is a shard."""
 
     starts: tuple[int, ...]
     text: str = ""
@@ -41,11 +41,11 @@ def make_shards(
     """The shards of a model.
 
     Args:
-        method: ``units`` for each call by itself, or one of the two below.
+        method: ``units`` for one shard per call, or the name of one of the functions below.
         graph, units: a pass of the model, and the modules that it calls.
         sizes: parameters of each call.
-        count: for ``farthest_min_deps``, as there, but at most the number of calls; 0 for as many.
-        refused: places that cannot be cut; ``units`` has them nevertheless.
+        count: for ``farthest_min_deps``, at most the number of calls; 0 for the number of calls.
+        refused: places that cannot be cut. ``units`` includes them nevertheless.
     """
     num = len(graph.calls)
     if method == "units":
@@ -64,7 +64,7 @@ def make_shards(
 
 
 def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozenset[int]]:
-    """The values that cross each place that can be cut, ascending.
+    """The values that cross each possible cut, in ascending order of places.
 
     Context is left out: values that more calls read than a skip connection (an encoder's output, a bias of
     positions). They cross every place of a long stretch, and so say nothing about where to cut.
@@ -90,7 +90,7 @@ def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozens
 def farthest_min_deps(
     sizes: Sequence[int], live: Mapping[int, Collection[int]], count: int, *, embeddings: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Where about ``count`` shards of equal parameters begin, the first shard left out.
+    """Starts of about ``count`` shards with equal numbers of parameters, except the first shard's.
 
     The target is a shard's part of all parameters but embeddings'; an embedding counts as just more. A shard
     ends between one and two targets after its begin, at the first of the places that the fewest values cross,
@@ -99,7 +99,7 @@ def farthest_min_deps(
 
     Args:
         sizes: parameters of each call.
-        live: the values that cross each place that can be cut.
+        live: the values that cross each possible cut.
         count: the number of shards, 1 or more; there are fewer where single calls exceed the target.
         embeddings: calls of embeddings.
 
@@ -124,7 +124,7 @@ def farthest_min_deps(
 
 
 def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
-    """Where the smallest shards begin whose cuts no neighbouring place is better for.
+    """Starts of the smallest shards with cuts at local minima of the number of crossing values.
 
     Every call begins as a shard, and neighbours are joined while the number of crossing values does not grow:
     its local minima stay. Neighbouring places with equal numbers and a common value count as one: of those

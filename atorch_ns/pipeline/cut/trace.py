@@ -26,11 +26,11 @@ from atorch_ns.torch_compat import fake_tensor_mode, quiet_fake_kernels
 
 
 class CallCosts(OperatorCounter):
-    """Counts the costs of operators call by call; code before a call counts to it, the last code to the last.
+    """Counts operator costs by call. Code before a call counts to it, and the last code to the last call.
 
     Args:
-        follower: reports which call runs.
-        parameters: tensors that are in memory anyway, so saving them for the backward pass costs nothing.
+        follower: reports the running call.
+        parameters: tensors that stay in memory anyway. Saving them for the backward pass costs nothing.
     """
 
     def __init__(self, follower: Follower, parameters: Iterable[nn.Parameter]) -> None:
@@ -48,7 +48,7 @@ class CallCosts(OperatorCounter):
             yield self
 
     def added_to(self, graph: CallGraph) -> CallGraph:
-        """The graph with these costs."""
+        """The graph with these costs added."""
         costs = [self._by_call.get(number, _CallCost()) for number in range(len(graph.calls))]
         for number, cost in self._by_call.items():
             if number >= len(costs):  # after the last call
@@ -83,8 +83,8 @@ class HowToRun:
 
     Attributes:
         model_input_format: how a batch is passed to it.
-        loss_func: ``(batch, output) -> loss``, which shows the used part of the output; ``None`` for all.
-        outputs: whether all of the output is wanted beside the loss.
+        loss_func: ``(batch, output) -> loss``, which tells the used part of the output; ``None`` for all.
+        outputs: whether all outputs are wanted besides the loss.
         autocast: the dtype of autocast around it, if any.
         weights: the dtype that weights and inputs are cast to, if any.
     """
@@ -116,13 +116,13 @@ class CallTracer:
             self._copy.train(model.training)
 
     def trace(self, batch: Any, how: HowToRun, thaw_names: Collection[str] = ()) -> CallGraph:
-        """One forward pass on fake tensors; the batch's small integers keep their values.
+        """Traces one forward pass on fake tensors. Small integer tensors of the batch keep their values.
 
         Args:
-            thaw_names: names of parameters that are trained by now and were frozen when this was made.
+            thaw_names: names of parameters that were frozen when this was made and are trained now.
 
         Raises:
-            InputError: if the model does not run on them.
+            InputError: if the model does not run on fake tensors.
         """
         units = [NamedModule(path, self._copy.get_submodule(path)) for path in self._paths]
         for name in thaw_names:
@@ -148,7 +148,7 @@ class CallTracer:
 def trace_with_values(
     model: nn.Module, units: Sequence[NamedModule], batch: Any, how: HowToRun, *, device: torch.device
 ) -> CallGraph:
-    """One real forward pass, for models that do not run on fake tensors. Buffers and random states are kept.
+    """Traces a real forward pass of models that fail on fake tensors. Keeps buffers and random states.
 
     Raises:
         InputError: if the model or the loss raises.

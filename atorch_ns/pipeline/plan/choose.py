@@ -19,7 +19,7 @@ from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simul
 from atorch_ns.text import bytes_text
 
 BUFFERS: Final = 2
-"""Buffers of a micro-batch's tensors on each side of a cut, by direction: one in use, one on its way."""
+"""Buffers of a micro-batch's tensors on each side of a cut, per direction: one in use, one in transit."""
 
 _WEIGHT_SHARE = 0.3
 """Share of linear layers' weight gradients in a backward pass: 0.28 to 0.33, in fp32 on one CPU core, for two
@@ -28,17 +28,17 @@ blocks of GPT-2, Llama and BERT, width 512 and 512 tokens (benchmark ``schedules
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """Seconds and bytes of a model's blocks for one micro-batch, in the order of their calls.
+    """Seconds and bytes of a model's blocks for one micro-batch, in call order.
 
-    Values are by block unless said otherwise. Those of bytes are empty where memory does not matter.
+    Values are by block unless noted otherwise. Bytes are empty if memory does not matter.
 
     Attributes:
         forward, backward_input, backward_weight: seconds of these passes, without recomputation.
-        backward: seconds of the whole backward pass where it is not the sum of its parts; empty if it is.
-        recompute: seconds of recomputation, 0 for blocks that never are recomputed; empty for none.
-        send: seconds to send over the cut before block ``c``, one way, at index ``c - 1``; empty for none.
+        backward: seconds of the whole backward pass; empty if it is the sum of its parts.
+        recompute: seconds of recomputation, 0 for blocks that are never recomputed; empty for none.
+        send: one-way seconds to send over the cut before block ``c``, at index ``c - 1``; empty for none.
         state_bytes: parameters, gradients and optimizer state.
-        activation_bytes, recomputed_bytes: kept between forward and backward, without and with recomputation.
+        activation_bytes, recomputed_bytes: bytes kept for the backward pass, without and with recomputation.
         boundary_bytes: bytes sent over a cut, indexed like ``send``.
         allowed_cuts: positions that may be cut; ``None`` for all.
     """
@@ -62,7 +62,7 @@ class BlockCosts:
 
     @property
     def kept_share(self) -> float:
-        """What recomputation keeps, as a share of all that the backward passes of such blocks need."""
+        """Memory kept under recomputation, as a share of what the backward passes of such blocks need."""
         # Blocks that are never recomputed keep everything. The tuples are empty where memory does not matter.
         pairs = [
             (after, every)
@@ -74,14 +74,14 @@ class BlockCosts:
         return min(1.0, sum(part for part, _ in pairs) / (sum(every for _, every in pairs) or 1.0))
 
     def seconds(self, shares: Sequence[float]) -> list[list[float]]:
-        """Seconds of forward and whole backward, by stage and block, for shares that are recomputed."""
+        """Seconds of forward and whole backward passes for recomputed shares, by stage and block."""
         whole = self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
         once = list(map(sum, zip(self.forward, whole, strict=True)))  # [block]
         again = self.recompute or (0.0,) * len(once)  # [block]
         return [[first + share * more for first, more in zip(once, again, strict=True)] for share in shares]
 
     def recomputed(self, cuts: Sequence[int], shares: Sequence[float]) -> tuple[frozenset[int], ...]:
-        """The blocks that each stage recomputes: the first that can be; their number is rounded."""
+        """The blocks that each stage recomputes: its first recomputable ones. Their number is rounded."""
         by_stage = []
         for blocks, share in zip(stage_ranges(cuts, self.num_blocks), shares, strict=True):
             able = [block for block in blocks if self.recompute and self.recompute[block]]
@@ -89,7 +89,7 @@ class BlockCosts:
         return tuple(by_stage)
 
     def stages(self, cuts: Sequence[int], shares: Sequence[float] | None = None) -> StageCosts:
-        """The costs of the stages between cuts, with their recomputed shares; ``None`` for all blocks."""
+        """The costs of the stages between cuts for recomputed shares; ``None`` to recompute all blocks."""
         by_stage = self.recomputed(cuts, [1.0] * (len(cuts) + 1) if shares is None else shares)
         spans = stage_ranges(cuts, self.num_blocks)
         again = tuple(sum(self.recompute[block] for block in blocks) for blocks in by_stage)
@@ -108,7 +108,7 @@ class BlockCosts:
         )
 
     def memory(self, live: Sequence[int], num_micro_batches: int, shares: Sequence[float]) -> StageMemory:
-        """The bytes of the blocks where stages hold ``live`` micro-batches and recompute shares."""
+        """The bytes of the blocks if stages hold ``live`` micro-batches and recompute ``shares``."""
         none = (0.0,) * self.num_blocks
         every = self.activation_bytes or none
         # Bytes of each block when it is recomputed; a block that cannot be recomputed keeps all of its bytes.
@@ -130,12 +130,12 @@ class BlockCosts:
 
 
 def num_recomputed(num: int, share: float) -> int:
-    """How many of ``num`` blocks a share is."""
+    """Number of blocks in a share of ``num`` blocks."""
     return min(num, math.floor(share * num + 0.5))  # round() would round halves to even numbers
 
 
 def split_backward(backward: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Splits whole backward passes, without recomputation, into seconds of the inputs' and the weights' part.
+    """Splits seconds of whole backward passes, without recomputation, into parts for inputs and weights.
 
     Example:
         >>> split_backward([1.0])
@@ -151,16 +151,16 @@ _SAME = 1e-6  # steps whose simulated seconds differ by less than this share are
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCandidate:
-    """A schedule that was considered.
+    """A candidate schedule.
 
     Attributes:
         cuts: positions of the cuts; empty if it cannot be run.
-        shares: the share of its blocks that each stage recomputes; empty if it cannot be run.
-        step: the step, to be simulated again for its timeline; ``None`` if it cannot be run.
-        step_seconds: simulated, without the optimizer and what data parallelism adds.
-        bubble_share: the mean share of the step in which a rank is idle.
-        peak_bytes: the most bytes of states, activations and buffers, by rank.
-        problem: the reason why it cannot be run or does not fit; empty if it can be used.
+        shares: recomputed share of the blocks of each stage; empty if it cannot be run.
+        step: the step, which is simulated again for a timeline; ``None`` if it cannot be run.
+        step_seconds: simulated seconds, without the optimizer and data parallelism.
+        bubble_share: mean idle share of the ranks in the step.
+        peak_bytes: peak bytes of states, activations and buffers, by rank.
+        problem: the reason why it cannot be run or does not fit in memory; empty if it can be used.
     """
 
     schedule: ScheduleInfo
@@ -176,10 +176,10 @@ class ScheduleCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleChoice:
-    """The fastest schedule that fits, and all that were considered.
+    """The fastest schedule that fits in memory, and all candidates.
 
     Attributes:
-        candidates: all schedules, the fastest first; those that cannot be used last, each with its problem.
+        candidates: all schedules, the fastest first. Unusable ones come last, each with its problem.
     """
 
     best: ScheduleCandidate
@@ -197,19 +197,19 @@ def choose_schedule(
     cuts: Sequence[int] | None = None,
     recompute: RecomputeShare = _ALL,
 ) -> ScheduleChoice:
-    """Simulates every legal schedule on its own best cut, and takes the fastest that fits.
+    """Simulates every legal schedule on its own best cut, and takes the fastest that fits in memory.
 
-    Of steps that take equally long, the one that needs the least memory is taken, then the simplest.
+    Ties are broken by the least memory, then by the simplest schedule.
 
     Args:
         limit_bytes: the bytes that a rank may hold; ``None`` for no limit.
-        schedules: those that the stages can run; ``None`` for all that are of use.
-        stages_per_rank: numbers of stages on a rank to try.
-        cuts: the user's cuts; then only schedules of as many stages are legal. ``None`` to look for the best.
-        recompute: the share of the blocks that stages recompute.
+        schedules: schedules that the stages can run; ``None`` for all useful ones.
+        stages_per_rank: numbers of stages per rank to try.
+        cuts: the user's cuts, which fix the number of stages; ``None`` to find the best cuts.
+        recompute: the recomputed share of the blocks.
 
     Raises:
-        InputError: if there is none, with the problem of each.
+        InputError: if no schedule can be used, with the problem of each.
     """
     if schedules is None:
         schedules = _of_use(costs)
@@ -255,12 +255,12 @@ def choose_for_device(
     cuts: Sequence[int] | None = None,
     recompute: RecomputeShare = _ALL,
 ) -> ScheduleChoice:
-    """The schedule that a pipeline runs on a device, by :func:`choose_schedule`; estimates price it too.
+    """The schedule that a pipeline runs on a device, by :func:`choose_schedule`. Estimates use it too.
 
     Args:
-        schedule: the user's schedule, which is only cut; ``None`` for the fastest.
+        schedule: the user's schedule, for which only cuts are chosen; ``None`` for the fastest schedule.
         stages_per_rank: the user's number of stages on a rank; ``None`` for the usual one, or one and two.
-        whole_backward: whether backward passes are never split, as those of compiled blocks.
+        whole_backward: whether backward passes are never split, as for compiled blocks.
         limit_bytes: the user's limit for a rank; ``None`` for the device's memory, exceeded if none fits.
         memory_bytes: the memory of the device.
         cuts, recompute: as for :func:`choose_schedule`.
@@ -286,7 +286,7 @@ def choose_for_device(
     try:
         return choose(limit_bytes=float(memory_bytes))
     except InputError:
-        return choose(limit_bytes=None)  # the bytes are an estimate: what seems too large may still run
+        return choose(limit_bytes=None)  # bytes are an estimate, so a large pipeline may still run
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class _Pipeline:
         return sum(values[stage] for stage in stages)
 
     def stage_bytes(self, cuts: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
-        """By stage bytes always held, and those of one micro-batch with its recomputation and with none."""
+        """By stage: bytes always held, and bytes of a micro-batch with its recomputation and with none."""
         costs, spans = self.costs, stage_ranges(cuts, self.costs.num_blocks)
         # Both stages at a cut have buffers for it: one sends from them and the other receives into them.
         edges = {
@@ -335,7 +335,7 @@ class _Pipeline:
         return max(map(len, self.costs.recomputed(cuts, [1.0] * self.num_stages)))
 
     def with_share(self, rank: int, share: float, most: Sequence[float]) -> _Pipeline:
-        """The same with a share of the stages of a rank, up to the most of each."""
+        """A copy with another share for the stages of a rank, up to the maximum of each stage."""
         stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
         shares = (min(most[s], share) if s in stages else fraction for s, fraction in enumerate(self.shares))
         return replace(self, shares=tuple(shares))
@@ -346,7 +346,7 @@ class _Pipeline:
         return live_bytes([self.orders[rank]], activations, every)[0]
 
     def peaks(self, cuts: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[float, ...]:
-        """The most bytes that each rank holds, or each of some."""
+        """Peak bytes of each rank, or of the given ranks."""
         rank_ids = range(self.num_ranks) if ranks is None else ranks
         base, activations, every = self.stage_bytes(cuts)
         moving = live_bytes([self.orders[rank] for rank in rank_ids], activations, every)
@@ -417,13 +417,13 @@ def _evaluate_schedule(
 
 
 def _choose_cuts(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
-    """The cut with the fastest slowest stage that fits; if none was found, the fastest."""
+    """The cut with the least time of its slowest stage that fits; the fastest cut if none was found."""
     costs, num_stages = pipeline.costs, pipeline.num_stages
     cut = partial(partition, costs.seconds(pipeline.shares), num_stages, allowed_cuts=costs.allowed_cuts)
     fastest = cut()  # the optimum where no limit binds
     if limit_bytes is None or not _limit_problem(pipeline.peaks(fastest), limit_bytes):
         return fastest
-    # With several stages on a rank the limit is of their sum. Here each stage keeps to a part of it.
+    # With several stages on a rank the limit applies to their sum. Here each stage gets a part of it.
     memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches, pipeline.shares)
     candidates = []
     for limits in _stage_limits(pipeline, fastest, limit_bytes):
@@ -438,7 +438,7 @@ def _least_recomputing(
     nothing = replace(pipeline, shares=(0.0,) * pipeline.num_stages)
     if limit_bytes is None:  # everything fits without recomputation
         return nothing, _choose_cuts(nothing, None) if look else cuts
-    # The cut on which most fits, and the fastest cut without recomputation, which may fit with a little.
+    # Two cuts: the one that fits the most, and the fastest one, which may fit with little recomputation.
     options = [cuts, _choose_cuts(nothing, None)] if look else [cuts]
     candidates = [
         (fit, option)
@@ -475,7 +475,7 @@ def _fit_shares(
 def _level_shares(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
     able = pipeline.most_able(cuts)
     most = [1.0] * (pipeline.num_stages - 1) + [0.0 if pipeline.info.keeps_last else 1.0]
-    # Each rank recomputes so many whole blocks that its activations come nearest to those of rank 0.
+    # Each rank recomputes whole blocks so that its activations come nearest to those of rank 0.
     target = pipeline.moving_bytes(cuts, 0)
     for rank in range(1, pipeline.num_ranks):
         candidates = [pipeline.with_share(rank, count / max(able, 1), most) for count in range(able + 1)]

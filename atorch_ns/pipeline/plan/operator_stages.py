@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 class StageSplit(NamedTuple):
-    """A sum of seconds, and by stage, in the order of the model, its column and its number of segments."""
+    """A sum of seconds, and the column and number of segments of each stage in the order of the model."""
 
     total: float
     stages: tuple[tuple[int, int], ...]
@@ -54,14 +54,14 @@ class _Kinds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageTables:
-    """All stages of a model.
+    """Tables of all possible stages of a model.
 
     Attributes:
         seconds: terms of the sum, ``[level, column, length, first segment]``; infinite where there is no such
             stage. The last level is that of all positions from it on.
-        largest: what is limited in every stage, likewise.
-        degrees: devices of a stage, by column.
-        num_devices: devices of all stages together.
+        largest: terms limited in every stage, in the same shape.
+        degrees: number of devices of a stage, by column.
+        num_devices: total number of devices.
         num_stages: the number of stages; ``None`` for any.
     """
 
@@ -72,7 +72,7 @@ class StageTables:
     num_stages: int | None = None
 
     def __post_init__(self) -> None:
-        """Leaves out stages that another one of the same segments and devices is nowhere slower than."""
+        """Drops stages that are never faster than another one with the same segments and devices."""
         for worse, degree in enumerate(self.degrees):
             for better in range(worse):  # of one degree, the column that recomputes is the later one
                 if self.degrees[better] == degree:
@@ -88,12 +88,12 @@ class StageTables:
 
     @cached_property
     def terms(self) -> Array:
-        """The least of what is limited, by column and length, in rising order."""
+        """The limited terms, least by column and length, in rising order."""
         return np.unique(self._least_terms[np.isfinite(self._least_terms)])
 
     @cached_property
     def bound(self) -> float:
-        """A sum of seconds that no pipeline is below."""
+        """A lower bound of the sum of seconds of any pipeline."""
         stage, num = self.seconds.min(axis=(0, 1)), self.num_segments  # [length, start], the fastest of each
         rest = np.zeros(num + 1)  # least seconds from each segment on; devices are not counted
         for start in reversed(range(num)):
@@ -101,7 +101,7 @@ class StageTables:
         return float(rest[0])
 
     def least_sum(self, most: float) -> StageSplit | None:
-        """The stages with the least sum of seconds that keep to a limit; ``None`` if there are none.
+        """The stages with the least sum of seconds within a limit; ``None`` if there are none.
 
         Each table holds sums by first segment and number of devices, for the stages from there on. Table
         ``k`` is for ``k`` stages. If any number is allowed, the last is for all that reach the last level.
@@ -109,7 +109,7 @@ class StageTables:
         columns, lengths = np.nonzero(self._least_terms <= most)  # [K] pairs that can keep to the limit
         largest, seconds = self.largest[:, columns, lengths], self.seconds[:, columns, lengths]
         seconds = np.where(largest <= most, seconds, math.inf)
-        # The last level stands for all positions from it on, so equal levels at the end become one.
+        # The last level covers all later positions, so equal levels at the end are merged.
         while len(seconds) > 1 and np.array_equal(seconds[-1], seconds[-2]):
             seconds = seconds[:-1]
         kinds = _Kinds(columns, lengths, np.array(self.degrees)[columns], seconds)
@@ -144,7 +144,7 @@ class StageTables:
         return table
 
     def _any_more(self, rest: Array, kinds: _Kinds) -> Array:
-        """The table with one or more stages before those of another table, all of the last level."""
+        """The table with one or more stages of the last level before those of another table."""
         table, either = np.full_like(rest, math.inf), rest.copy()  # either: with such a stage, or ``rest``
         seconds = kinds.seconds[-1]
         by_degree = [
@@ -179,7 +179,7 @@ class StageTables:
         return tuple(stages)
 
 
-_NUM_SIMULATED = 8  # the best by the estimate, of which the simulated step decides
+_NUM_SIMULATED = 8  # number of best estimates that are simulated for the final choice
 _GROWTH = 1.5
 """The factor between two guesses of the largest term, until the first that a pipeline keeps to."""
 
@@ -189,9 +189,9 @@ class StagePlan:
     """A pipeline.
 
     Attributes:
-        stages: in the order of the model.
-        step_seconds: of the simulated step.
-        estimated_seconds: of the step by :func:`~atorch_ns.pipeline.plan.stage_costs.estimated_seconds`.
+        stages: the stages in the order of the model.
+        step_seconds: seconds of the simulated step.
+        estimated_seconds: estimate by :func:`~atorch_ns.pipeline.plan.stage_costs.estimated_seconds`.
     """
 
     stages: tuple[Stage, ...]
@@ -200,10 +200,10 @@ class StagePlan:
 
 
 def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
-    """The fastest pipeline, of those with the best estimates.
+    """The fastest simulated pipeline among those with the best estimates.
 
     Raises:
-        InputError: if none fits.
+        InputError: if no pipeline fits in memory.
     """
     different = {stages: estimate for estimate, stages in _find_candidates(cost, task)}  # without repeats
     candidates = sorted(different.items(), key=lambda row: row[1])[:_NUM_SIMULATED]
@@ -253,7 +253,7 @@ class _Search:
         )
 
     def frontier(self) -> Iterator[tuple[float, tuple[Stage, ...]]]:
-        """Estimates and stages of pipelines, one of the least estimate among them.
+        """Estimates and stages of pipelines, including one with the least estimate.
 
         The first is found by raising the largest term until a pipeline keeps to it. A better one has a
         largest term of at most its estimate less the least sum, from which the term is lowered.

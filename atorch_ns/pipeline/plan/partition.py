@@ -17,9 +17,9 @@ from atorch_ns.text import bytes_text
 def uniform_cuts(
     num_blocks: int, num_stages: int, *, allowed_cuts: Collection[int] | None = None
 ) -> tuple[int, ...]:
-    """Cuts into equal numbers of blocks; the first stages have one more where they do not divide.
+    """Cuts into equal numbers of blocks. If they do not divide evenly, the first stages have one more.
 
-    Where such a cut is not allowed, the most even of the allowed ones.
+    If such a cut is not allowed, the most even allowed cut is taken.
 
     Raises:
         InputError: if there are fewer blocks or allowed cuts than needed.
@@ -34,7 +34,7 @@ def uniform_cuts(
 def uniform_floor_cuts(
     num_blocks: int, num_stages: int, *, allowed_cuts: Collection[int] | None = None
 ) -> tuple[int, ...]:
-    """Cuts into equal numbers of blocks; the stages after the first have one more where they do not divide.
+    """Cuts into equal numbers of blocks. If they do not divide evenly, stages after the first have one more.
 
     The first stage often has the embedding, and in 1F1B it holds the most micro-batches.
 
@@ -131,13 +131,13 @@ ByBlock = Sequence[float] | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes that blocks take on the rank that holds them.
+    """Memory of blocks on the rank that holds them, in bytes.
 
     Attributes:
         states: parameters, gradients and optimizer state, by block.
         activations: bytes of one micro-batch until its backward pass, by block, or by stage and block.
-        live: the number of micro-batches whose activations a stage holds at one time, by stage.
-        edges: bytes that the cut at ``c`` adds to both its stages, by index ``c - 1``; empty for none.
+        live: peak number of micro-batches whose activations a stage holds, by stage.
+        edges: bytes that the cut at ``c`` adds to both stages, at index ``c - 1``; empty for none.
     """
 
     states: Sequence[float]

@@ -40,7 +40,7 @@ With more in flight it is never faster, needs no less memory, and is not possibl
 
 
 class Stage(NamedTuple):
-    """A stage of a pipeline, with what :data:`Cost` is asked for, and its answer."""
+    """A stage of a pipeline: the arguments of :data:`Cost` and the cost that it returned."""
 
     start: int
     stop: int
@@ -52,19 +52,19 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTask:
-    """What a pipeline is planned for.
+    """The task of planning a pipeline: the model's segments, the devices, and the limits.
 
     Attributes:
-        num_segments: the segments, each of which is in one stage as a whole.
-        num_devices: devices of all stages together.
-        degrees: numbers of devices that a stage may have; ``None`` for divisors of :attr:`num_devices`.
+        num_segments: number of segments. A segment is never split between stages.
+        num_devices: total number of devices.
+        degrees: allowed numbers of devices per stage; ``None`` for divisors of :attr:`num_devices`.
         num_stages: the number of stages; ``None`` for the fastest.
         equal_degrees: whether all stages have the same degree.
-        recompute: whether stages may keep their activations, recompute them, or both.
+        recompute: allowed choices of a stage: keep its activations, recompute them, or either.
         schedule: ``"1F1B"`` or ``"GPipe"``.
-        send: seconds to send over the cut before segment ``c``, one way, by index ``c - 1``; empty for none.
-        send_by_degree: seconds to send over any cut, one way, by the degree of stages, in place of ``send``.
-        memory_limit: bytes of a device; ``None`` for no limit.
+        send: one-way seconds to send over the cut before segment ``c``, at index ``c - 1``; empty for none.
+        send_by_degree: one-way seconds to send over any cut, by stage degree, in place of ``send``.
+        memory_limit: memory limit of a device in bytes; ``None`` for no limit.
     """
 
     num_segments: int
@@ -108,18 +108,18 @@ class PipelineTask:
         return tuple(sorted({degree for degree in degrees if degree in devices}))
 
     def in_flight(self, position: int) -> int:
-        """Micro-batches whose activations a stage holds, by its position from the end: 1 for the last."""
+        """Number of micro-batches that a stage holds, by its position from the end (1 for the last)."""
         first = get_schedule(self.schedule).name == "1F1B"
         return min(self.num_micro_batches, position) if first else self.num_micro_batches  # GPipe holds all
 
     def sent(self, cut: int, degree: int) -> float:
-        """Seconds over the cut before a segment, to a stage of a degree, there and back."""
+        """Seconds to send over the cut before a segment, both ways, to a stage of the given degree."""
         every = self.send[cut - 1] if cut and self.send else 0.0  # position 0 is no cut
         return 2.0 * (self.send_by_degree.get(degree, every) if cut else 0.0)
 
 
 def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
-    """Seconds of the simulated step, with what each stage pays once a step after its last pass."""
+    """Seconds of the simulated step. The once-a-step cost of a stage follows its last pass."""
     costs = StageCosts(
         forward=tuple(stage.cost.forward for stage in stages),
         backward_input=tuple(stage.cost.backward for stage in stages),
@@ -134,12 +134,12 @@ def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
 
 
 def estimated_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
-    """The estimate of a step that plans minimize."""
+    """The estimated seconds of a step, which planning minimizes."""
     costs = [stage.cost for stage in stages]
     sends = sum(task.sent(stage.start, stage.degree) for stage in stages)
     return max(largest_term(cost, task) for cost in costs) + sum(cost.seconds for cost in costs) + sends
 
 
 def largest_term(cost: StageCost, task: PipelineTask) -> float:
-    """The term of the estimate of which only the largest counts."""
+    """A stage's term in the estimate's maximum over stages."""
     return (task.num_micro_batches - 1) * cost.seconds + cost.per_step

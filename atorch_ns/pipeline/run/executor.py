@@ -27,7 +27,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Message(NamedTuple):
-    """Tensors for another rank's pass: activations that enter its stage (F), gradients of its results (B)."""
+    """Tensors for another rank's pass: activations entering its stage (F) or gradients of its results (B)."""
 
     chain: Literal["F", "B"]
     stage: int
@@ -69,7 +69,7 @@ class Links:
 
 
 def taken_by(action: Action, num_stages: int) -> Message | None:
-    """What an action waits for, if anything."""
+    """The message that an action waits for; ``None`` if there is none."""
     kind, stage, micro_batch = action
     if kind == "F":
         return Message("F", stage, micro_batch) if stage else None  # the first stage reads the batch itself
@@ -77,7 +77,7 @@ def taken_by(action: Action, num_stages: int) -> Message | None:
 
 
 def given_by(action: Action, num_stages: int) -> Message | None:
-    """What an action hands on, if anything."""
+    """The message that an action produces; ``None`` if there is none."""
     kind, stage, micro_batch = action
     if kind == "F":
         return Message("F", stage + 1, micro_batch) if stage + 1 < num_stages else None
@@ -85,9 +85,9 @@ def given_by(action: Action, num_stages: int) -> Message | None:
 
 
 class _Inbox:
-    """Receives what one rank sends, in its order: what is needed, and one message ahead.
+    """Receives the messages of one rank in the order sent: the needed message, and one ahead.
 
-    A message also tells which of this rank's the other had taken before it was sent.
+    A message also confirms the messages of this rank that the other had taken before sending it.
     """
 
     def __init__(self, execution: Execution, source: int) -> None:
@@ -134,13 +134,13 @@ class _Inbox:
 
 @dataclass
 class _CallState:
-    """What a stage keeps of a micro-batch until its backward pass is through.
+    """State of a micro-batch in a stage until its backward pass is done.
 
     Attributes:
-        received: the tensors that have entered the stage, with their gradients later.
-        edges: the results' places in the graph of autograd, which does not keep the results themselves.
-        gradients: those of the results.
-        later: the weights' gradients that are computed later, where some are.
+        received: tensors that have entered the stage. Their gradients are added later.
+        edges: gradient edges of the results, which do not keep the results alive.
+        gradients: gradients of the results.
+        later: weight gradients that are computed later, if any.
     """
 
     received: Tensors
@@ -158,10 +158,10 @@ class Execution:
         rank_of: the rank of every stage.
         stages: this rank's stages by their numbers, ready for the micro-batches.
         ranges: the stages of every micro-batch: ``ranges[micro_batch][stage]``.
-        keeping: a context in which forward passes keep the activations that would be recomputed.
-        kept: stages whose forward passes run in it.
-        idle: micro-batches that leave the stages' buffers as they are.
-        whole_backward: whether gradients of weights are computed with those of inputs, when these are due.
+        keeping: context in which forward passes keep activations instead of recomputing them.
+        kept: stages whose forward passes run in ``keeping``.
+        idle: micro-batches that do not change the stages' buffers.
+        whole_backward: whether weight gradients are computed together with input gradients.
         timeline: the actions with their times.
         losses: the losses of the micro-batches, on the rank of the last stage.
     """
@@ -196,7 +196,7 @@ class Execution:
         self._layers = {n: linear_layers(stage) for n, stage in self.stages.items()} if splits else {}
 
     def run(self) -> None:
-        """Takes all actions; collective over the pipeline."""
+        """Runs all actions. Collective over the pipeline."""
         fsdp_stages = [s for s in self.stages.values() if self._trains and isinstance(s, FSDPModule)]
         for stage in fsdp_stages:  # gradients are reduced at the end
             stage.set_is_last_backward(False)
@@ -308,6 +308,6 @@ class Execution:
 
 
 def _gradients_of(tensors: Tensors) -> Tensors:
-    # The other rank expects a tensor for each, also where no gradient came; sends need contiguous memory.
+    # The other rank expects a tensor for each, even without a gradient. Sends need contiguous memory.
     leaves = [tensor for tensor in tensors if tensor.requires_grad]
     return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in leaves)

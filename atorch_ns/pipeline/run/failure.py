@@ -37,7 +37,7 @@ class FailureNotes:
         self._write_note(f"failed:{self._describe_failure(error, stages)}")
 
     def note_lost(self) -> None:
-        """Notes that this rank runs, but cannot reach another."""
+        """Notes that this rank runs but cannot reach another rank."""
         self._write_note("lost:")
 
     def raise_own(self, error: BaseException, stages: Sequence[int]) -> NoReturn:

@@ -27,12 +27,12 @@ class StageEnd(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class StageRange:
-    """A stage: contiguous calls, and what crosses the cuts around it.
+    """A stage: contiguous calls, and the crossings of the cuts around it.
 
     Attributes:
         begin, end: its calls are ``begin`` to ``end - 1``.
-        received: what crosses the cut before it; ``None`` for the first stage.
-        sent: what crosses the cut after it; ``None`` for the last stage.
+        received: crossing of the cut before it; ``None`` for the first stage.
+        sent: crossing of the cut after it; ``None`` for the last stage.
     """
 
     begin: int
@@ -43,12 +43,12 @@ class StageRange:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossingPieces:
-    """The division of what crosses cuts over ranks that would all send the same.
+    """Division of crossing tensors over ranks that would otherwise all send the same.
 
     Attributes:
-        dim: the dimension that is divided.
-        divide: this rank's piece of a tensor.
-        join: the tensor, of all pieces.
+        dim: the divided dimension.
+        divide: function that takes this rank's piece of a tensor.
+        join: function that joins all pieces to the whole tensor.
     """
 
     dim: int
@@ -57,7 +57,7 @@ class CrossingPieces:
     join: Callable[[torch.Tensor], torch.Tensor]
 
     def of(self, stage: StageRange) -> StageRange:
-        """A stage that receives and sends pieces of what has a gradient and divides."""
+        """A stage that receives and sends pieces of divisible tensors with gradients."""
         received, sent = (self._divide_crossing(crossing) for crossing in (stage.received, stage.sent))
         return replace(stage, received=received, sent=sent)
 
@@ -88,7 +88,7 @@ class StagePass:
         received: the tensors that crossed the cut before it.
         device: where stand-ins' outputs are made.
         seed: the seed of the pass, the same on every stage of the pipeline.
-        pieces: how what crosses cuts in pieces is divided and joined; ``None`` where nothing does.
+        pieces: division of tensors that cross cuts in pieces; ``None`` if none do.
 
     Attributes:
         sent: once the stage has ended, the tensors that cross the cut after it.
@@ -149,14 +149,14 @@ class StagePass:
             raise StepError(f"this rank should run {path}, which it does not have.")
         if number == self._stage.begin:
             self._fill_arguments(args, kwargs)
-        # A seed for each call: the masks of dropout do not depend on where the model is cut.
+        # Each call has its own seed, so dropout masks do not depend on the cuts.
         with self._inside_unit(), random_stream(self.seed + number * CALL_STRIDE, self._device):
             output = unit(*args, **kwargs)
         self._keep_outputs(number, output)
         return output
 
     def call_seeds(self, paths: Sequence[str]) -> tuple[int, ...]:
-        """The seeds of calls of units, the first of which runs now; none if they are not consecutive."""
+        """The seeds of consecutive unit calls, of which the first runs now; empty if not consecutive."""
         calls = range(self.num_calls - 1, self.num_calls - 1 + len(paths))
         if [*self._graph.paths[calls.start : calls.stop]] != [*paths]:
             return ()

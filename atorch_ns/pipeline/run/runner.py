@@ -27,7 +27,7 @@ Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def signature(batch: Any) -> Signature:
-    """The shapes and dtypes of a batch, which decide those of all tensors that cross cuts."""
+    """The shapes and dtypes of a batch, which determine those of all tensors that cross cuts."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch))
 
 
@@ -39,9 +39,9 @@ class StageSet:
         cuts: the calls before which the model is cut.
         rank_of: the rank along the pipeline of every stage.
         paths: the paths of the units, in the order of their calls when the model was cut.
-        trace: ``(micro-batch, outputs wanted, thawed parameters) -> graph``, once for each set of shapes.
+        trace: ``(micro-batch, outputs wanted, thawed parameters) -> graph``, called once per set of shapes.
         draw_seed: returns a seed for the next batch, the same on all stages of a pipeline.
-        find_thawed: names of parameters frozen at the cut and trained by now on any rank; collective.
+        find_thawed: names parameters that were frozen at the cut and are trained now on any rank. Collective.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class StageSet:
         Args:
             micro_batches: the same on all ranks of the pipeline.
             loss_of: ``(micro-batch, output) -> loss``, 0-d.
-            outputs: whether the last stage gives all of the model's outputs, or those that the loss needs.
+            outputs: whether the last stage returns all outputs of the model, or only those for the loss.
 
         Returns:
-            For every micro-batch all stages of the pipeline, as they are for its shapes.
+            All stages of the pipeline for the shapes of each micro-batch.
 
         Raises:
-            StepError: if the model calls other units than when it was cut.
+            StepError: if the model calls other units now than when it was cut.
         """
         thaw_names = self._find_thawed()
         traces = [self._trace_micro_batch(micro_batch, outputs, thaw_names) for micro_batch in micro_batches]
@@ -127,15 +127,15 @@ def _other_calls(before: Sequence[str], now: Sequence[str]) -> str:
 class PipelineRunner:
     """Runs micro-batches forward and backward through the stages of a pipeline.
 
-    Every rank of the pipeline has the whole micro-batches, so only what crosses cuts is sent.
+    Every rank of the pipeline has the whole micro-batches, so only crossing tensors are sent.
 
     Args:
         links: this rank's connections, torn down when a step fails.
         orders: ``number of micro-batches -> the actions of all ranks``.
         loss_of: ``(micro-batch, output) -> loss``, 0-d.
-        keeping: a context in which forward passes keep the activations that would be recomputed.
+        keeping: context in which forward passes keep activations instead of recomputing them.
         kept: stages that recompute nothing.
-        whole_backward: whether gradients of inputs and of weights are computed together for any schedule.
+        whole_backward: whether input and weight gradients are computed together under any schedule.
 
     Attributes:
         timeline: this rank's actions in the last step, with their times.
@@ -165,12 +165,12 @@ class PipelineRunner:
         self._failure = ""
 
     def forward_backward(self, work: StepWork) -> Passed:
-        """Adds the gradients of the shares of all losses; collective over the pipeline."""
+        """Adds the gradients of the shares of all losses. Collective over the pipeline."""
         return self._run_orders(work, self._orders(len(work.micro_batches)))
 
     @torch.no_grad()
     def forward(self, work: StepWork) -> Passed:
-        """The losses and outputs without gradients; collective over the pipeline."""
+        """The losses and outputs without gradients. Collective over the pipeline."""
         return self._run_orders(work, forward_only(self._set.rank_of, len(work.micro_batches)))
 
     def _run_orders(self, work: StepWork, orders: Orders) -> Passed:
@@ -225,7 +225,7 @@ class PipelineRunner:
 
     @contextmanager
     def _share_failure(self) -> Iterator[None]:
-        """Makes all ranks of the pipeline fail if one does, each with the reason."""
+        """Makes all ranks of the pipeline fail with the reason if one fails."""
         if self._failure:
             raise StepError(
                 f"this pipeline has stopped: {self._failure.rstrip('.')}. Restart the job from a checkpoint."

@@ -26,7 +26,7 @@ LossOf = Callable[[int, Any, Any], torch.Tensor]
 
 
 class StageUnit(SetsInside, nn.Module):
-    """A unit of this rank, called if the running stage owns the call; else it returns a stand-in's output.
+    """A unit of this rank. It runs if the running stage owns the call, else returns a stand-in's output.
 
     Attributes of the module inside are visible through it, and its parameters keep their names.
 
@@ -58,7 +58,7 @@ class StageUnit(SetsInside, nn.Module):
         return self._pipeline_unit[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output that the pass decides on; that of the module in a recomputation, of which no pass is."""
+        """The output that the running pass chooses. In a recomputation no pass runs, and the module does."""
         running = self._switch.running
         if running is None:
             if not in_backward():  # other ranks refuse it, and this one would wait for them
@@ -72,7 +72,7 @@ class Stub(nn.Module):
 
     Args:
         module: the unit, whose memory has been released.
-        path, method: as of :class:`StageUnit`.
+        path, method: as in :class:`StageUnit`.
     """
 
     is_stand_in = True
@@ -101,7 +101,7 @@ class Stub(nn.Module):
         return getattr(original, name)
 
     def _as_unit(self) -> Stub:
-        """This module as one of the unit's class, whose code may use ``super()`` and sees this state."""
+        """This module as an instance of the unit's class, so that its code may use ``super()``."""
         kind = type(self.__dict__["_original"])
         instance: Stub = object.__new__(type(kind.__name__, (Stub, kind), {"__call__": nn.Module.__call__}))
         instance.__dict__ = self.__dict__  # one state under two classes
@@ -112,7 +112,7 @@ class Stub(nn.Module):
         return self.__dict__["_original"][key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output that the pass decides on."""
+        """The output that the running pass chooses."""
         running = self._switch.running
         if running is None:
             raise _outside_of_a_step(self._path, self._method)
@@ -141,7 +141,7 @@ class StageModule(nn.Module):
         model_input_format: how a micro-batch is passed to the model.
 
     Attributes:
-        pieces: how ranks with the same stage share what crosses cuts; ``None`` where each sends all.
+        pieces: division of crossing tensors over ranks of the same stage; ``None`` if each sends all.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class StageModule(nn.Module):
         """Prepares for the forward passes of a batch.
 
         Args:
-            micro_batches, seed: of the batch, the same on all stages.
-            passes: for each micro-batch the graph, traced with such shapes, and the stage's part of it.
-            loss_of: computes the loss that the last stage returns.
+            micro_batches, seed: the batch's micro-batches and seed, the same on all stages.
+            passes: the graph traced with the shapes of each micro-batch, and the stage's part of it.
+            loss_of: function for the loss that the last stage returns.
         """
         self._micro_batches = micro_batches
         self._passes, self._loss_of = passes, loss_of
@@ -205,14 +205,14 @@ class StageModule(nn.Module):
         self._loss_of = None
 
     def forward(self, *received: torch.Tensor, index: int | torch.Tensor) -> Any:
-        """Runs a micro-batch; a second run of the same draws the same random numbers.
+        """Runs a micro-batch. A second run of it draws the same random numbers.
 
         Args:
             received: the tensors that crossed the cut before the stage.
             index: the number of the micro-batch.
 
         Returns:
-            The tensors that cross the cut after it; on the last stage the loss, of shape [1].
+            The tensors that cross the cut after the stage. The last stage returns the loss, of shape [1].
 
         Raises:
             StepError: if the model does not make the calls that were traced.

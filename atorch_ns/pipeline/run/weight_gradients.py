@@ -21,7 +21,7 @@ from atorch_ns.torch_compat import has_gradient_hooks, laid_out
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers inside that compute as ``nn.Linear``, or as ``Conv1D`` of transformers; divided ones too."""
+    """The layers inside that compute like ``nn.Linear`` or transformers' ``Conv1D``, even if divided."""
     return [
         layer for layer in module.modules() if _computes_as_written(layer) and "forward" not in vars(layer)
     ]
@@ -39,7 +39,7 @@ def _is_conv1d(kind: type) -> bool:
 
 
 def awaits_gradient(parameter: nn.Parameter) -> bool:
-    """Whether some micro-batch's gradient of it is left for later, so that it is not one without."""
+    """Whether its gradient from some micro-batch is deferred, so it does not count as unused."""
     return bool(getattr(parameter, _AWAITS, False))
 
 
@@ -47,9 +47,9 @@ _AWAITS: Final = "_awaits_gradient"
 
 
 class WeightGradients:
-    """The weight gradients of a stage and a micro-batch, which :meth:`add` computes.
+    """Deferred weight gradients of a micro-batch in a stage, computed by :meth:`add`.
 
-    Forward passes run with it as their context, and so do their recomputations.
+    Forward passes and their recomputations run inside it as a context.
 
     Args:
         layers: the stage's :func:`linear_layers`.
@@ -85,7 +85,7 @@ class WeightGradients:
     def product(
         self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """A layer's output with its weight, or this rank's part of it; nothing where they do not match."""
+        """A layer's output with its weight, or this rank's part of it; ``None`` if they do not match."""
         if not _is_wanted(value, weight, bias):
             return None
         dtype = _computed_in(value, weight)
@@ -97,7 +97,7 @@ class WeightGradients:
         return _Linear.apply(later, value, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
     def backward(self, edges: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-        """A backward pass without these weight gradients."""
+        """Runs a backward pass without these weight gradients."""
         self._defers = True
         try:
             with self:  # for forward passes that are recomputed in it
@@ -106,7 +106,7 @@ class WeightGradients:
             self._defers = False
 
     def takes(self, weight: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """Whether ``left @ right``, the gradient of a weight, is left for later."""
+        """Whether it defers ``left @ right``, the gradient of a weight."""
         if self._defers:
             self._products.append((weight, left, right))
             setattr(weight, _AWAITS, True)
@@ -114,7 +114,7 @@ class WeightGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Adds the gradients to those of the weights."""
+        """Computes the gradients and adds them to those of the weights."""
         for weight, left, right in self._products:
             grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
             if grad is None:
@@ -129,7 +129,7 @@ class WeightGradients:
 
 
 class _Later(NamedTuple):
-    """Where the gradient of a weight is left, and whether the weight is [inputs, outputs]."""
+    """The collector of a deferred weight gradient, and whether the weight is [inputs, outputs]."""
 
     gradients: WeightGradients
     parameter: nn.Parameter
@@ -137,7 +137,7 @@ class _Later(NamedTuple):
 
 
 class _ProductOfPart(TorchFunctionMode):
-    """Computes the one product of a divided layer, whose own code exchanges what goes in or comes out."""
+    """Computes the single product of a divided layer. The layer's own code exchanges inputs or outputs."""
 
     def __init__(self, gradients: WeightGradients, layer: Any) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Orders:
 
 
 def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """The most micro-batches whose activations each stage holds at one time, by stage."""
+    """Peak number of micro-batches whose activations a stage holds, by stage."""
     counts: dict[int, int] = {}  # held now, by stage
     most: dict[int, int] = {}
     for order in orders:
@@ -53,7 +53,7 @@ def live_bytes(
     activation_bytes: Sequence[float],
     recomputed_bytes: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """The most bytes of activations that each rank holds at one time, by rank.
+    """Peak bytes of activations on each rank.
 
     Args:
         activation_bytes: bytes that a stage keeps of one micro-batch between forward and backward, by stage.
@@ -77,9 +77,9 @@ def live_bytes(
 
 
 def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int, rank_of: Sequence[int]) -> str:
-    """The first error of orders, as a clause: a pass that is missing, repeated or out of turn; empty if none.
+    """The first missing, repeated or misplaced pass in orders, as a clause; empty if there is none.
 
-    Whether ranks wait for each other for ever is what :func:`~atorch_ns.pipeline.simulate` finds.
+    Deadlocks between ranks are found by :func:`~atorch_ns.pipeline.simulate`.
     """
     # The kinds of the passes so far, such as "FI": always the beginning of one of _WHOLE.
     passes = {(stage, index): "" for stage in range(len(rank_of)) for index in range(num_micro_batches)}
@@ -100,7 +100,7 @@ def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int, ran
 
 
 _WHOLE: Final = ("FB", "FIW", "FRB", "FRIW")
-"""What a stage does with a micro-batch."""
+"""The passes of a stage for a micro-batch, in each possible form."""
 
 MOST_PASSES: Final = max(map(len, _WHOLE))
-"""The most passes of a stage with a micro-batch."""
+"""The maximum number of passes of a stage for a micro-batch."""

@@ -35,7 +35,7 @@ def gpipe(rank: int, size: PipelineSize) -> Iterator[Action]:
 
 
 def one_forward_one_backward(rank: int, size: PipelineSize) -> Iterator[Action]:
-    """As many forward passes as there are stages from here on, then a backward and a forward pass in turn."""
+    """One forward pass per stage from here on, then backward and forward passes in turn."""
     return _in_turn(rank, min(size.num_micro_batches, size.num_stages - rank), size.num_micro_batches)
 
 
@@ -49,7 +49,7 @@ def _in_turn(stage: int, ahead: int, num: int) -> Iterator[Action]:
 
 
 # Merak's schedules (core/pipeline/schedules; IEEE TPDS 34(5), doi 10.1109/TPDS.2023.3247001): 1F1B in which
-# some recomputations begin before the gradients have come that they are for.
+# some recomputations begin before their gradients have arrived.
 
 
 def pre_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
@@ -93,7 +93,7 @@ def _recompute_early(order: Iterable[Action], micro_batches: Collection[int]) ->
 
 
 def torchs(class_name: str) -> Order:
-    """The order of a class of ``torch.distributed.pipelining``; passes that it pairs follow one another."""
+    """The order of a class of ``torch.distributed.pipelining``, with its paired passes one by one."""
 
     @cache  # one call for all ranks
     def of_all(size: PipelineSize) -> Orders:

@@ -15,12 +15,12 @@ ByStage = Literal["same", "level", "merak"]
 
 @dataclass(frozen=True)
 class RecomputeShare:
-    """How much is recomputed.
+    """The amount of recomputation in each stage.
 
     Attributes:
-        share: of the blocks that can be, 0 to 1: of the first stage, or of each, the last for all that
-            follow; ``"auto"`` for the least of each stage that fits into memory.
-        by_stage: how it gives other stages' shares: ``same``, ``level`` for equal bytes, ``merak``'s formula.
+        share: recomputed share (0 to 1) of the recomputable blocks: of the first stage, or a list by stage
+            whose last entry repeats; ``"auto"`` for the least share of each stage that fits in memory.
+        by_stage: rule for the other stages' shares: ``same``, ``level`` for equal bytes, ``merak``'s formula.
     """
 
     share: float | tuple[float, ...] | Literal["auto"] = 1.0
@@ -38,7 +38,7 @@ class RecomputeShare:
 
     @classmethod
     def of(cls, recomputation: Recomputation) -> RecomputeShare:
-        """What a plan says; of every n-th block, the n-th part."""
+        """Reads a plan's recomputation. Every n-th block counts as a share of 1/n."""
         if recomputation.kind == "none":
             return cls(0.0)
         share = recomputation.share
@@ -54,23 +54,23 @@ class RecomputeShare:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the shares are those that fit."""
+        """Whether the shares are chosen to fit in memory."""
         return self.share == "auto"
 
     @property
     def depends_on_cuts(self) -> bool:
-        """Whether the shares follow from the bytes of the stages."""
+        """Whether the shares depend on the bytes of the stages."""
         return self.is_chosen or self.by_stage == "level"
 
     def of_stages(
         self, live: Sequence[int], kept_share: float = 0.0, *, keeps_last: bool = False
     ) -> tuple[float, ...]:
-        """The share of each stage if blocks are alike, before the model is cut; 1 for ``auto``.
+        """The share of each stage for equal blocks, before the model is cut; 1 for ``auto``.
 
         Args:
-            live: the micro-batches whose activations a stage holds at one time, by stage.
-            kept_share: what recomputation keeps of a block, as a share of all that its backward pass needs.
-            keeps_last: whether the schedule lets the last stage recompute nothing.
+            live: peak number of micro-batches whose activations a stage holds, by stage.
+            kept_share: memory kept under recomputation, as a share of what a block's backward pass needs.
+            keeps_last: whether the last stage recomputes nothing in the schedule.
         """
         num = len(live)
         if self.share == "auto":

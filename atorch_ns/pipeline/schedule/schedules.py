@@ -18,7 +18,7 @@ from atorch_ns.text import counted, error_text, near_matches, with_article
 
 
 def train_step_only(method: str) -> str:
-    """The sentence that a pipeline cut by ``method`` runs as a whole, not by calls of the user's own loop."""
+    """A sentence: a pipeline cut by ``method`` runs as a whole, not by calls from the user's own loop."""
     return (
         "a pipeline is run by result.train_step(batch) and result.train_step.evaluate(batch) alone, and "
         f"result.model cannot be called; for a training loop of your own, search with excluded=[{method!r}]"
@@ -30,21 +30,21 @@ class ScheduleInfo:
     """A schedule and its requirements, with ``p`` ranks, ``v`` stages on each and ``m`` micro-batches.
 
     Attributes:
-        name: as users write it; case does not matter.
-        order: the actions of a rank.
+        name: name that users write, in any case.
+        order: function for the actions of a rank.
         placement: ``"loop"`` puts stage ``s`` on rank ``s % p``; ``"v"`` goes down the ranks and back up, so
             that the first and the last stage share rank 0.
         fewest_stages, most_stages: stages on one rank; ``None`` for no bound.
         usual_stages: stages on one rank by default.
-        recomputes: whether passes of their own recompute activations, useful only if a model recomputes any.
-        keeps_last: whether the last stage keeps its activations where others recompute theirs.
-        splits_backward: whether gradients of inputs and weights are computed apart, so that the latter fill
+        recomputes: whether separate passes recompute activations, useful only if a model recomputes any.
+        keeps_last: whether the last stage keeps its activations while others recompute theirs.
+        splits_backward: whether input and weight gradients are computed separately, so that the latter fill
             idle time. Such schedules run neither compiled stages nor selective recomputation.
         micro_batches: the rule for ``m``: ``"any"``, ``"stages"`` (at least one for every stage) or
             ``"rounds"`` (a multiple of ``max(1, m // p)``).
         fewest_micro_batches: the least ``m``.
         summary: its order and its source.
-        note: how it differs from the schedule of the given name elsewhere; empty for its own name.
+        note: difference from the schedule of the given name elsewhere; empty for its own name.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ScheduleInfo:
             stages_per_rank: the number of stages on a rank; ``None`` for the usual number.
 
         Raises:
-            InputError: if the schedule cannot run such numbers, or a user's order fails or is not whole.
+            InputError: if the schedule cannot run these numbers, or a user's order fails or is incomplete.
         """
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         self.check(num_ranks, num_micro_batches, on_rank)
@@ -88,7 +88,7 @@ class ScheduleInfo:
         return actions
 
     def refusal(self, size: PipelineSize, problem: str) -> InputError:
-        """The error of an order that cannot be run, for a reason."""
+        """The error for an order that cannot be run, with the reason."""
         return InputError(
             f"the order of the schedule {self.name} cannot be run on {counted(size.num_ranks, 'rank')} with "
             f"{counted(size.num_micro_batches, 'micro-batch', 'micro-batches')}: {problem}."
@@ -116,7 +116,7 @@ class ScheduleInfo:
         return tuple(num_ranks * lap + (back if self.placement == "v" and lap % 2 else rank) for lap in laps)
 
     def problem(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> str:
-        """The reason why this pipeline cannot be run, with the choices that can; empty if it can."""
+        """The reason why this pipeline cannot be run, with the possible choices; empty if it can be run."""
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         if num_ranks < 1 or num_micro_batches < 1 or on_rank < 1:
             return (
@@ -146,7 +146,7 @@ class ScheduleInfo:
     def near_micro_batches(
         self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
     ) -> tuple[int, ...]:
-        """The numbers of micro-batches that can be run: the two nearest below and above the given one."""
+        """The nearest possible numbers of micro-batches below and above the given one."""
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         below = _first_accepted(self, num_ranks, on_rank, range(num_micro_batches - 1, 0, -1), count=2)
         # A multiple of the ranks that is at least the number of stages can always be run.
@@ -154,12 +154,12 @@ class ScheduleInfo:
         return (*reversed(below), *_first_accepted(self, num_ranks, on_rank, above, count=2))
 
     def dividing(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> list[int]:
-        """The numbers of micro-batches that divide a batch of so many rows and can be run."""
+        """The possible numbers of micro-batches that divide a batch of ``rows`` rows."""
         parts = (part for part in range(1, rows + 1) if rows % part == 0)
         return [part for part in parts if not self.problem(num_ranks, part, stages_per_rank)]
 
     def usual_micro_batches(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> int | None:
-        """The default number of micro-batches for a batch of so many rows; ``None`` if none can be run.
+        """The default number of micro-batches for a batch of ``rows`` rows; ``None`` if none is possible.
 
         It divides the batch and is nearest to twice the stages, at most four times the stages if possible.
         """
@@ -180,7 +180,7 @@ class ScheduleInfo:
         return self.micro_batches == "any" or num_micro_batches % rounds == 0
 
     def reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
-        """The reason why the schedule cannot run this number of micro-batches, where it cannot."""
+        """The reason why the schedule cannot run this number of micro-batches."""
         if num_micro_batches < self.fewest_micro_batches:
             return f"{self.name} needs at least {counted(self.fewest_micro_batches, 'micro-batch', 'micro-batches')}."
         if self.micro_batches == "stages":
@@ -216,13 +216,13 @@ _ALIASES = {
 
 
 def get_schedule(name: str) -> ScheduleInfo:
-    """The schedule with a name, which may be torch's, a short form, or one of Merak's ``train_schedule``.
+    """Looks a schedule up by a name: torch's, a short form, or one of Merak's ``train_schedule``.
 
-    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter. A schedule of one's own, a
+    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter. A user's own schedule, a
     :class:`ScheduleInfo`, is named with its module: ``"my_package.schedules:MINE"``.
 
     Raises:
-        InputError: if there is none of the name, with those there are.
+        InputError: if no schedule has the name. The message lists all names.
 
     Example:
         >>> get_schedule("1f1b").name, get_schedule("interleaved_1f1b").name, get_schedule("zbv").name

@@ -21,11 +21,11 @@ class StageCosts:
     """Seconds of one micro-batch, by stage.
 
     Attributes:
-        forward: of the forward pass.
-        backward_input, backward_weight: of the backward pass for the input, with recomputation, and weights.
-        backward: of the whole backward pass where it is not the sum of both parts; empty if it is.
-        recompute: of that recomputation, which a pass of its own may do before; empty for none.
-        send: to carry activations from stage ``s`` to ``s + 1``, or gradients back, by ``s``; empty for none.
+        forward: seconds of the forward pass.
+        backward_input, backward_weight: backward pass for the input (with recomputation) and for weights.
+        backward: the whole backward pass; empty if it is the sum of both parts.
+        recompute: the recomputation, which may run earlier in a separate pass; empty for none.
+        send: activations from stage ``s`` to ``s + 1``, or gradients back, by ``s``; empty for none.
             Stages on one rank send nothing.
     """
 
@@ -90,7 +90,7 @@ class Timeline:
     """A simulated step.
 
     Attributes:
-        starts, ends: seconds from the step's beginning, for each rank an array like its actions.
+        starts, ends: seconds from the start of the step, one array per rank with an entry per action.
     """
 
     orders: Orders
@@ -104,14 +104,14 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank computes."""
+        """Compute time of each rank, in seconds."""
         return tuple(
             float((ends - starts).sum()) for starts, ends in zip(self.starts, self.ends, strict=True)
         )
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """The share of the step in which each rank does not compute but waits for others and for sends."""
+        """The share of the step in which each rank waits for other ranks or sends."""
         step = self.step_seconds
         return tuple(1.0 - busy / step if step else 0.0 for busy in self.busy_seconds)
 
@@ -122,17 +122,17 @@ class Timeline:
 
     @property
     def live_micro_batches(self) -> tuple[int, ...]:
-        """The most micro-batches whose activations a stage holds at one time, by stage."""
+        """Peak number of micro-batches whose activations a stage holds, by stage."""
         return live_micro_batches(self.orders)
 
 
 def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
-    """Simulates a step in which every rank takes its actions in order, each as soon as it can.
+    """Simulates a step in which every rank runs its actions in order, each as early as possible.
 
     A forward pass waits for the stage before, a backward pass for the stage after.
 
     Raises:
-        InputError: if the costs are of another number of stages, or the actions wait for each other.
+        InputError: if the costs have another number of stages, or the actions are deadlocked.
     """
     num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
     if not num_stages:
@@ -158,7 +158,7 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
 class _Pass(NamedTuple):
     """The dependencies and duration of a kind of pass through one stage.
 
-    It hands on the stream ``chain`` of micro-batches, F or B; W and R hand on none. It waits for the stage
+    It produces the stream ``chain`` of micro-batches, F or B. W and R produce none. It waits for the stage
     ``source`` in that stream; ``None`` for none.
     """
 
@@ -169,13 +169,13 @@ class _Pass(NamedTuple):
 
 
 _RECOMPUTED = "recomputed"
-"""The kind of a whole backward pass whose activations another pass has recomputed."""
+"""The kind of a whole backward pass after a separate recomputation pass."""
 
 
 def _build_passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[str, int], _Pass]:
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     last = costs.num_stages - 1
-    # What has to travel over each boundary: nothing between stages on one rank.
+    # Send time over each boundary. Stages on one rank send nothing.
     crossing = [
         costs.send[stage] if rank_of.get(stage) != rank_of.get(stage + 1) else 0.0 for stage in range(last)
     ]
@@ -245,10 +245,10 @@ def _describe_action(action: Action) -> str:
 def checked_orders(
     info: ScheduleInfo, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> Orders:
-    """The orders of a schedule, once it is known that they come to an end.
+    """The orders of a schedule, checked for deadlocks.
 
     Raises:
-        InputError: if not, or if the schedule cannot run such a pipeline.
+        InputError: if they deadlock, or the schedule cannot run such a pipeline.
     """
     orders = info.orders(num_ranks, num_micro_batches, stages_per_rank)
     on_rank = stages_per_rank or info.usual_stages
@@ -262,7 +262,7 @@ def checked_orders(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStep:
-    """A schedule, by name, on a pipeline whose costs are known."""
+    """A step of a named schedule on a pipeline with known costs."""
 
     schedule: str
     num_ranks: int

@@ -19,7 +19,7 @@ from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, outside_fake
 
 
 class FakeSteps:
-    """Records steps of one model on fake tensors; what one step learns of operators' shapes the next reuses.
+    """Records steps of one model on fake tensors. Later steps reuse the shapes of earlier operators.
 
     Args:
         containers: shortened containers, by path.
@@ -43,7 +43,7 @@ class FakeSteps:
 
     @contextmanager
     def prepared(self, precision: StepPrecision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
-        """The copy of the model and a batch of the given B and T, inside the modes that they run in."""
+        """Yields the copy of the model and a batch of the given B and T, inside their modes."""
         with self._mode, quiet_fake_kernels():
             model = copy_structure(self._subject.model, partial(self._fake_copy, precision), self._containers)
             if sizes not in self._batches:
@@ -81,7 +81,7 @@ def record_real(subject: TracedModel, precision: StepPrecision, num_samples: int
     """One step of a deep copy of the model, with its values, on its device.
 
     Args:
-        num_samples: rows of the batch; more than it has repeat them.
+        num_samples: rows of the batch, repeated if it has fewer.
     """
     model, batch = real_copy(subject, precision, num_samples)
     device_type = next((p.device.type for p in model.parameters()), "cpu")
@@ -91,7 +91,7 @@ def record_real(subject: TracedModel, precision: StepPrecision, num_samples: int
 
 
 def real_copy(subject: TracedModel, precision: StepPrecision, num_samples: int) -> tuple[nn.Module, Any]:
-    """A deep copy of the model and of so many rows of the batch, both on the model's device."""
+    """A deep copy of the model and of ``num_samples`` rows of the batch, on the model's device."""
     device = next((p.device for p in subject.model.parameters()), torch.device("cpu"))
 
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class MatrixProduct(NamedTuple):
     Attributes:
         left, right: the factors; ``right`` is [K, N].
         transposed: whether ``right`` lies in memory as [N, K].
-        bias: what is added, ``None`` without it.
+        bias: the summand; ``None`` without one.
     """
 
     left: int
@@ -45,7 +45,7 @@ class Attention(NamedTuple):
         queries, keys: numbers of heads.
         width: features of a head.
         is_causal: whether no token sees a later one.
-        num_queries: tokens that look at others.
+        num_queries: number of query tokens.
     """
 
     queries: int
@@ -117,7 +117,7 @@ class Recording:
                 yield event, phase
 
     def settle(self) -> None:
-        """Puts what is freed at one moment in the order of its making: the order at that moment is chance."""
+        """Sorts simultaneous frees by their allocation, since their order is random."""
         start = 0
         for index in range(len(self.kinds) + 1):
             if index == len(self.kinds) or self.kinds[index] != Event.FREE:
@@ -189,7 +189,7 @@ class OperatorRecorder(TorchDispatchMode):
             self.recording.settle()
 
     def enter_phase(self, phase: int) -> None:
-        """Counts what follows to ``phase``.
+        """Assigns later events to ``phase``.
 
         Garbage in cycles, such as a frame that a handled exception holds, is collected here and nowhere else:
         often, as Python does it, but at the same places in every step.
@@ -346,12 +346,12 @@ def _dense_tensors(value: Any) -> list[torch.Tensor]:
 
 @dataclasses.dataclass
 class Occurrence:
-    """One stretch of the forward pass: one call of a block, or what runs between two calls.
+    """One stretch of the forward pass: one call of a block, or the code between two calls.
 
     Attributes:
         block: path of the block, in the model that runs; empty between blocks.
         inputs: shapes and dtypes of the tensors that the block was called with.
-        outputs: bytes of each storage that it returned, or that the next block is called with.
+        outputs: bytes of each storage that it returned or passed to the next block.
     """
 
     block: str = ""
@@ -360,12 +360,12 @@ class Occurrence:
 
 
 def forward_of(occurrence: int) -> int:
-    """The phase that is the forward pass of an occurrence."""
+    """The phase of an occurrence's forward pass."""
     return 2 * occurrence
 
 
 def backward_of(occurrence: int) -> int:
-    """The phase that is the backward pass of an occurrence."""
+    """The phase of an occurrence's backward pass."""
     return 2 * occurrence + 1
 
 
@@ -392,7 +392,7 @@ class Boundaries:
             yield
 
     def start_backward(self) -> None:
-        """The forward pass is over and all that it leaves behind is alive."""
+        """Marks the end of the forward pass, when all of its remaining tensors are alive."""
         self._is_backward = True
         self._begin_backward(len(self.occurrences) - 1)
 

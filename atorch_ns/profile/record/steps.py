@@ -24,7 +24,7 @@ ALL_PRECISIONS = ("float32", "float32/bfloat16", "bfloat16", "bfloat16/bfloat16"
 
 
 def stays_in_fp32(buffer: str) -> bool:
-    """Whether a buffer so named stays in fp32 in a cast: rotary frequencies lose whole positions in 16 bits.
+    """Whether a buffer of this name stays fp32 in a cast. Rotary frequencies lose positions in 16 bits.
 
     transformers keeps them as ``inv_freq``, ``original_inv_freq`` for later changes, and others by layer.
     """
@@ -37,7 +37,7 @@ class StepPrecision:
 
     Attributes:
         key: precision key, as written by :func:`precision_key`.
-        weights: dtype of floating parameters; ``None`` for what the model has.
+        weights: dtype of floating parameters; ``None`` for the model's own dtypes.
         autocast: dtype of matrix products under autocast.
     """
 
@@ -57,7 +57,7 @@ class StepPrecision:
 
     @property
     def casts_buffers(self) -> bool:
-        """Whether buffers are cast with the parameters: by ``half``, not by sharding with mixed precision."""
+        """Whether buffers are cast with the parameters, as ``half`` does but sharding does not."""
         return self.weights is not None and self.autocast is None
 
     def dtype_of(self, kind: str, tensor: torch.Tensor) -> torch.dtype:
@@ -73,7 +73,7 @@ class StepPrecision:
         return nullcontext() if self.autocast is None else torch.autocast(device_type, self.autocast)
 
     def install(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Adds the hooks that cast what goes into the model and comes out of it.
+        """Adds the hooks that cast inputs and outputs of the model.
 
         With 16-bit weights the model's inputs are cast, under sharding with mixed precision those of each
         unit too; with ``half`` the loss is given outputs in fp32.
@@ -96,7 +96,7 @@ ForwardLoss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def call_alone(forward_loss: ForwardLoss) -> Callable[[nn.Module, Any], Any]:
-    """``(model, batch) -> outputs``: the outputs of the model, which a loss need not read all.
+    """``(model, batch) -> outputs``: all outputs of the model, even those that the loss does not read.
 
     The model is changed: a hook stays.
     """
@@ -116,7 +116,7 @@ class TracedModel:
     Attributes:
         model, batch, forward_loss: the model, on any device; one sample batch; model call and loss.
         sizes: B and T of the batch.
-        at: B and T for which memory peaks are wanted.
+        at: B and T at which memory peaks are found.
         blocks: the repeated blocks, by path; none to follow the model as a whole.
         fingerprints: fingerprints of the blocks, by path.
         keeps_output: whether the model's output is held through the backward pass, as the variable of a
@@ -149,9 +149,9 @@ class RecordedStep:
     """A recorded step.
 
     Attributes:
-        occurrences: the stretches of its forward pass, blocks and what runs between them.
-        uses: stretches of the forward pass, in order, that use each parameter outside blocks, by first name.
-        sizes: B and T that it ran with.
+        occurrences: the stretches of its forward pass: blocks and the code between them.
+        uses: forward stretches, in order, that use each parameter outside blocks, by first name.
+        sizes: B and T of the step.
         names: first names of the parameters, which are the first of the given tensors.
         division: tensors and operators that tensor parallelism would divide.
     """
@@ -169,7 +169,7 @@ class RecordedStep:
         return {self.names[number]: dim for number, dim in self.division.dims.items()}
 
     def with_division(self, parameters: ParameterDims) -> RecordedStep:
-        """The step with its tensors and operators followed, where these parameters are divided."""
+        """The step with the tensors and operators that are divided if these parameters are."""
         numbers = {name: number for number, name in enumerate(self.names)}
         dims = {numbers[name]: dim for name, dim in parameters.dims.items()}
         ends = {numbers[name] for name in parameters.ends}
@@ -200,7 +200,7 @@ def record_step(
     block_paths: Sequence[str],
     device_type: str,
 ) -> RecordedStep:
-    """Runs forward and backward pass once and records it. ``model`` is changed: hooks stay.
+    """Records one forward and backward pass. ``model`` is changed, since hooks stay.
 
     Args:
         model: a copy of its model, with its weights in the dtype of ``precision``.

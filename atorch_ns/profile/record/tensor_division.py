@@ -23,7 +23,7 @@ class ParameterDims:
 
     Attributes:
         dims: dim of each divided parameter, by its first name.
-        ends: names of those of the vocabulary's embedding and of the head, whose results are whole.
+        ends: names of the parameters of token embedding and head, whose results are whole.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class TensorDivision:
         storages: numbers of storages of which a rank holds a part.
         operators: events of operators of which a rank computes a part.
         dims: dim of each divided parameter, by its number among the given tensors.
-        words: numbers of storages of values for words of the vocabulary, between the head and the loss.
+        words: numbers of storages over the vocabulary, between the head and the loss.
         word_operators: events of operators that compute those values.
-        loss_share: share of the head's tokens whose loss is computed: below 1 where the loss is shifted.
+        loss_share: share of the head's tokens with a loss: below 1 if the loss is shifted.
         columns, rows: for each phase of a forward pass, products divided along outputs and along inputs.
     """
 
@@ -64,7 +64,7 @@ def follow_division(recording: Recording, dims: Mapping[int, int], ends: Abstrac
     Args:
         recording: the recording of a forward and a backward pass.
         dims: dim of each divided parameter, by its number among the given tensors.
-        ends: the numbers of those of the vocabulary's embedding and of the head.
+        ends: numbers of the parameters of token embedding and head.
     """
     return _Follower(recording, dims, ends).division()
 

@@ -126,7 +126,7 @@ def _draw_bar(
     amount = to_text(bar.predicted) if value is None else f"{to_text(bar.predicted)} (◆ {to_text(value)})"
     role = " ✓" if bar.is_best else " (baseline)" if bar.is_baseline else ""
     style = "strong" if bar.is_best else ""
-    room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)  # what the figure leaves
+    room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)  # room beside the figure
     canvas.text(0, y + FONT, fitted(f"#{bar.number} {bar.label}", room) + role, style=style)
     canvas.text(canvas.width, y + FONT, amount, style=style, anchor="end")
     # Parts lie side by side from the left, numbered where they are wide enough.
@@ -174,10 +174,10 @@ def _first_bar_sentence(bars: Sequence[Bar], to_text: Callable[[float | None], s
     return f"First: {first.label}, predicted {to_text(first.predicted)}{suffix}."
 
 
-_LEFT, _RIGHT = 34, 46  # for the ranks' numbers and their idle shares
+_LEFT, _RIGHT = 34, 46  # margins for the ranks' numbers and their idle shares
 _RANK_ROW, _RANK_BAR = 26, 20
 MOST_ROWS = 16
-"""Ranks that are drawn; of more, as many are chosen evenly."""
+"""Maximum number of ranks that are drawn. From more ranks, as many are chosen evenly."""
 
 _THIN = 2.0  # narrower blocks are drawn as one with their neighbours
 _LAP = 4  # height of the mark under a later stage's passes

@@ -77,7 +77,7 @@ _TRIED = "Predictions predate all trials. Measurements show the number of steps 
 
 
 class Figure(NamedTuple):
-    """A picture, as SVG that has escaped what users wrote, and the caption below it."""
+    """A picture as SVG, with users' text escaped, and the caption below it."""
 
     name: str
     picture: str

@@ -98,11 +98,11 @@ class Canvas:
                 return
 
     def keep_free(self, left: float, top: float, right: float, bottom: float) -> None:
-        """No label is put here."""
+        """Keeps labels out of this area."""
         self._labels.append((left, top, right, bottom))
 
     def finish(self) -> str:
-        """The picture's text."""
+        """Returns the picture as SVG text."""
         return "\n".join([*self._parts, "</svg>"])
 
     def _add_element(self, tag: str, attributes: str, style: str, tip: str = "") -> None:
@@ -115,7 +115,7 @@ def _boxes_overlap(box: tuple[float, float, float, float], other: tuple[float, f
 
 
 def text_width(text: str) -> float:
-    """About how wide the text is, rather more than less."""
+    """Returns the approximate width of a text, rather too wide than too narrow."""
     wide = sum(not character.isascii() for character in text)  # arrows and marks are as wide as high
     return FONT * (0.7 * (len(text) - wide) + wide)
 

@@ -43,7 +43,7 @@ class AccuracyInfo(NamedTuple):
         quantity: the predicted quantity.
         points: one for each candidate with both figures.
         correlation: Spearman's rank correlation; ``None`` with fewer than three points.
-        median_error: median of the absolute errors, as a share of what was measured; ``None`` without points.
+        median_error: median of the absolute errors, as a share of the measurement; ``None`` without points.
         worst_error: the greatest of them.
         median_ratio: median of measured over predicted: the factor that would correct all predictions.
     """
@@ -154,17 +154,17 @@ class ActualInfo(NamedTuple):
 
     @property
     def trial_error(self) -> float | None:
-        """The same for the step that the search ranked by."""
+        """Relative error of the step that the search ranked by; ``None`` where one is unknown."""
         return _relative_error(self.trial_seconds.value, self.actual_seconds.value)
 
     @property
     def memory_error(self) -> float | None:
-        """The same for the predicted peak."""
+        """Relative error of the predicted peak; ``None`` where one is unknown."""
         return _relative_error(self.predicted_bytes, self.actual_bytes.value)
 
 
 def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
-    """The comparison; what the search does not know stays ``None``."""
+    """Returns the comparison. Figures that the search does not know stay ``None``."""
     winner = search.winner if search is not None else None
     estimate = winner.candidate.estimate if winner is not None else None
     unknown = ReportedNumber(None, "unknown")

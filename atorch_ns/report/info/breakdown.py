@@ -13,7 +13,7 @@ from atorch_ns.search import Row, SearchOutcome
 
 
 class Bar(NamedTuple):
-    """One candidate's predicted parts and what was measured.
+    """One candidate's predicted parts and its measurement.
 
     Attributes:
         key, label: key and label of the candidate.
@@ -56,7 +56,7 @@ class MemoryInfo(NamedTuple):
         """Bytes over the limit, with tensors as measured if they were; negative if the candidate fits."""
         if bar.measured is None or bar.measured.value is None:
             return bar.predicted - self.limit_bytes
-        # Trials count tensors; what the allocator keeps beyond them, and what lies outside, is predicted.
+        # Trials count tensors. The allocator's cache and memory outside the allocator are predicted.
         return bar.measured.value + sum(bar.parts[self.names.index("reserve") :]) - self.limit_bytes
 
 
@@ -112,7 +112,7 @@ def _build_bars(
 
 
 def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:
-    # Winner and baseline, then what was tried, then what could have been, then what does not fit.
+    # Winner and baseline, then tried candidates, then untried ones that fit, then those that do not fit.
     order = {"won": 0, "lost": 1, "failed": 1, "untried": 2, "pruned": 3}
 
     def rank(pair: tuple[int, Row]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ class ReportedNumber(NamedTuple):
         source: source of the number.
         num: number of steps or ranks that it was measured on; 0 for predictions.
         spread: standard error of a measured time, or lowest to highest rank of measured bytes; 0 otherwise.
-        interval: of a prediction; ``None`` otherwise.
+        interval: interval of a prediction; ``None`` otherwise.
     """
 
     value: float | None
@@ -81,7 +81,7 @@ def _without_trial(value: float | None) -> ReportedNumber:
 
 
 def is_planned(outcome: SearchOutcome) -> bool:
-    """Whether no trial was run, so that every figure is a prediction."""
+    """Returns whether every figure is a prediction because no trial was run."""
     return not outcome.num_trials and not outcome.resumed and all(row.trial is None for row in outcome.rows)
 
 
@@ -98,9 +98,9 @@ class CandidateLine(NamedTuple):
         key, label: key and label of the candidate.
         fate: result of the candidate; :func:`fate_text` gives it as text.
         is_best, is_baseline: whether it won; whether others are compared with it.
-        on_front: no other candidate beats it in both time and memory.
+        on_front: whether no other candidate beats it in both time and memory.
         predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
-        allocated_bytes: what tensors need of ``predicted_bytes``, as trials measure.
+        allocated_bytes: part of ``predicted_bytes`` that tensors need, as trials measure.
         seconds_interval, bytes_interval: intervals of these predictions.
         time, memory: best known step in seconds, best known peak in bytes.
         speedup: the baseline's step over this one's, measured against measured or else predicted against
@@ -138,7 +138,7 @@ class CandidatesInfo(NamedTuple):
     Attributes:
         lines: lines of candidates, the winner first.
         limit_bytes: bytes that one rank may use.
-        planned: no trial was run, so that all figures are predictions.
+        planned: whether all figures are predictions because no trial was run.
     """
 
     lines: tuple[CandidateLine, ...]
@@ -339,7 +339,7 @@ def _has_room(row: Row, limit_bytes: int) -> bool:
 
 def _row_objective(row: Row, outcome: SearchOutcome) -> float:
     objective = outcome.settings.objective
-    num_bytes = peak(row).value or math.inf  # what is unknown is worst
+    num_bytes = peak(row).value or math.inf  # unknown values rank last
     if objective == "memory":
         return num_bytes
     if objective == "batch":

@@ -37,7 +37,7 @@ def explain_strategy(strategy: Strategy, cluster: Cluster, registry: Registry) -
 
 
 def explain_method(strategy: Strategy, name: str, cluster: Cluster, registry: Registry) -> tuple[str, ...]:
-    """Why a method is in a strategy, or whether it could be.
+    """Explains why a method is in a strategy, or whether it could be.
 
     Raises:
         MethodNotFoundError: if no installed method has this name.
@@ -68,7 +68,7 @@ def _method_text(strategy: Strategy, name: str, cluster: Cluster, registry: Regi
 
 
 def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
-    """What was chosen, and for every candidate that was tried why it lost; the others are counted."""
+    """Names the choice, and why every tried candidate lost. The others are counted."""
     lines = list(verdict(outcome))
     others = [row for row in outcome.rows if row.candidate.key != outcome.best]
     tried_rows = [row for row in others if row.trial is not None]
@@ -86,7 +86,7 @@ def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
 
 
 def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
-    """Why a candidate, or a method, was chosen or not.
+    """Explains why a candidate, or a method, was chosen or not.
 
     Args:
         name: a method's name, or a candidate's key, its number (``"#3"``) or its whole label. A name that is

@@ -250,7 +250,7 @@ def _gain_text(outcome: SearchOutcome, winner: Row) -> str:
 
 
 def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
-    # The fastest; what was measured comes before what was not.
+    # The fastest. Measured rows come before unmeasured ones.
     usable = (row for row in outcome.rows if row.fate not in ("failed", "pruned") and seconds(row).value)
     plain = [row for row in usable if row.candidate.is_plain and row.candidate.precision == precision]
     return min(plain, key=lambda row: (row.trial is None, seconds(row).value), default=None)

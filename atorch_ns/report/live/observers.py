@@ -72,7 +72,7 @@ class SearchView(ABC):
 
 
 class LineLog(SearchView):
-    """One plain line an event, and one whenever nothing has happened for ten seconds.
+    """Log with one plain line per event, and one whenever nothing has happened for ten seconds.
 
     Args:
         stream, verbose, time_limit_s, clock: as in :class:`SearchView`; ``verbose`` also shows pruned ones.
@@ -200,7 +200,7 @@ class SafeStream:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Returns whether the stream is a terminal."""
         try:
             return not self._has_failed and self._stream.isatty()
         except (AttributeError, ValueError):  # no file, or a closed one

@@ -41,7 +41,7 @@ class Progress:
         trials: the last outcome of each candidate that was tried, by key.
         running: the candidate whose trial runs.
         number: number of the last trial that began.
-        kind: what the last task is, as in :class:`~atorch_ns.search.TrialTask`.
+        kind: kind of the last task, as in :class:`~atorch_ns.search.TrialTask`.
         best: key of the best candidate so far.
         notes: the search's notes, as sentences.
         outcome: outcome of the whole search, once it is over.
@@ -72,7 +72,7 @@ class Progress:
 
     @property
     def doing_for_s(self) -> float:
-        """Seconds since what goes on now began."""
+        """Seconds since the current activity began."""
         return self._clock() - self._doing_since
 
     def elapsed_text(self) -> str:
@@ -277,7 +277,7 @@ def _state_and_style(progress: Progress, candidate: Candidate) -> tuple[str, str
 
 
 def _candidates_to_show(progress: Progress, num_rows: int) -> list[Candidate]:
-    # Baseline, what runs, what was tried, then what comes next by the estimate.
+    # Baseline, the running candidate, tried ones, then the others in the order of the estimate.
 
     def rank(candidate: Candidate) -> int:
         if candidate.is_baseline or candidate.key == progress.best:

@@ -74,7 +74,7 @@ class Table(NamedTuple):
 
     @property
     def is_roomy(self) -> bool:
-        """Whether its sentences can be wide, as there are few other columns."""
+        """True if its sentences can be wide, as there are few other columns."""
         return self.ends_in_sentences and len(self.columns) <= _FEW
 
     def without_unknown(self) -> Table:
@@ -210,7 +210,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
 
 
 def memory_table(info: MemoryInfo) -> Table:
-    """Predicted peak in parts, the measured peak, and what is left of the limit."""
+    """Predicted peak in parts, the measured peak, and the rest of the limit."""
 
     def remainder(bar: Bar) -> str:
         over = info.over(bar)

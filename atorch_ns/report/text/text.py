@@ -202,7 +202,7 @@ def actual_lines(info: ActualInfo) -> tuple[str, ...]:
 
 
 def fits_text(estimate: Estimate, limit_bytes: int) -> str:
-    """Whether an estimate is within the limit, and by how much."""
+    """States whether an estimate is within the limit, and by how much."""
     if not limit_bytes:
         return "The memory of the device is unknown, and so is whether the strategy fits."
     over = estimate.peak_bytes - limit_bytes
@@ -230,7 +230,7 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
 
 
 def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WIDTH) -> str:
-    """Whether the estimate fits, its parts, and what each step communicates."""
+    """Describes whether the estimate fits, its parts, and the collectives of each step."""
     step = ReportedNumber(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
     lines = [
         fits_text(estimate, limit_bytes),
@@ -244,7 +244,7 @@ def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WID
 
 
 def estimates_text(before: Estimate, after: Estimate, *, width: int = TEXT_WIDTH) -> str:
-    """Two estimates side by side, with what changes."""
+    """Two estimates side by side, with their differences."""
     rows = []
     for of, old, new, text in (
         ("memory", before.memory, after.memory, bytes_text),

@@ -61,7 +61,7 @@ class StudyRecord:
         name: the setting's fingerprint.
         setting: model, device, ranks; ``None`` where it was not noted.
         num_searches: searches that came to their end.
-        best: what the last of them found: its key, label, steps and seconds; ``None`` without one.
+        best: key, label, steps and seconds of the strategy that the last of them found; ``None`` if none.
         trials: all trials, in the order in which they were run.
     """
 
@@ -85,7 +85,7 @@ class HistoryLine:
     Attributes:
         study: the setting's fingerprint.
         ended: whether a search has ended.
-        best: what it found.
+        best: strategy that it found.
     """
 
     study: str
@@ -106,10 +106,10 @@ class History:
 
     Args:
         path: the file; made where there is none.
-        on_note: called once with the reason why nothing is kept, and with what was repaired.
+        on_note: called once with the reason why nothing is kept, and with each repair.
 
     Attributes:
-        problem: why nothing is kept; empty while all is well.
+        problem: reason why nothing is kept; empty while all is well.
 
     Raises:
         OptunaJournalError: if an earlier version wrote the file.
@@ -133,7 +133,7 @@ class History:
     def begin(
         self, setting: SearchSetting, settings: SearchSettings, candidates: Iterable[Candidate]
     ) -> tuple[Search, int]:
-        """A search that goes on from earlier ones of its setting and is recorded here.
+        """Returns a search that continues earlier ones of its setting and is recorded here.
 
         Returns:
             The search, and the number of trials taken over; 1 for the strategy that an ended search found.
@@ -156,14 +156,14 @@ class History:
         self._add_line(setting, HistoryLine(study=setting.fingerprint, trial=trial))
 
     def replay(self, search: Search) -> int:
-        """Gives a search the trials of the one of its setting that was never ended; returns their number."""
+        """Gives a search the trials of the unfinished search of its setting. Returns their number."""
         with self._lock:
             study = self._read_study(search.setting.fingerprint)
             trials = [trial for trial in study.trials if trial.run == study.num_searches]  # an open search's
         return sum(search.resume(trial.key, trial.outcome) for trial in trials)
 
     def conclude(self, outcome: SearchOutcome) -> None:
-        """Notes that a search has ended, and what it found; later searches of its setting begin with that."""
+        """Records the end of a search and its strategy, with which later searches of its setting begin."""
         winner, best = outcome.winner, None
         if winner is not None and winner.trial is not None:  # a choice by prediction is not kept
             best = {
@@ -175,7 +175,7 @@ class History:
         self._add_line(outcome.setting, HistoryLine(study=outcome.setting.fingerprint, ended=True, best=best))
 
     def known(self, fingerprint: str) -> Known | None:
-        """What an earlier search of this setting found; ``None`` if none was ended or found any."""
+        """Strategy that an earlier search of this setting found; ``None`` if no search ended with one."""
         best = self._read_study(fingerprint).best
         return None if best is None else Known(best["key"], float(best["seconds"]))
 
@@ -232,7 +232,7 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
 
 
 def tried_strategies(path: str | PathLike[str], study: str) -> list[tuple[tuple[str, Any], ...]]:
-    """Steps of each strategy that earlier searches of a setting tried; none where nothing can be read."""
+    """Steps of each strategy that earlier searches of a setting tried; empty if nothing can be read."""
     try:
         records = [record for record in read_history(path) if record.name == study]
     except InputError:  # reported where the history is opened

@@ -30,7 +30,7 @@ class Journal:
         self._offset = 0
 
     def open(self) -> bool:
-        """Makes the file and its folder where there are none; returns whether an incomplete line was cut off.
+        """Makes the file and its folder if there are none. Returns whether it cut off an incomplete line.
 
         Raises:
             OptunaJournalError: if an earlier version wrote the file.
@@ -62,7 +62,7 @@ class Journal:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]  # without a line that is being written
+        whole = content[: content.rfind(b"\n") + 1]  # drops a line that is still being written
         lines = whole.decode().split("\n")[:-1]
         first = 1 if self._offset == 0 else 0  # the header is no entry
         self._offset += len(whole)
@@ -74,7 +74,7 @@ class Journal:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives the lock back
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
-            cut = file.read() not in (b"", b"\n")  # the last byte ends no line: its writer was killed
+            cut = file.read() not in (b"", b"\n")  # the last line is incomplete because its writer was killed
             if cut:
                 file.seek(0)
                 size = file.read().rfind(b"\n") + 1
@@ -95,10 +95,10 @@ class Journal:
                 f"the history {self._path} is an Optuna journal, which earlier versions wrote and this one does not "
                 "read. Name a new file for the history, or move this one away."
             )
-        if not HEADER.startswith(first):  # a part of it is a header that was cut off
+        if not HEADER.startswith(first):  # a prefix of it is a truncated header
             raise ValueError("its first line does not match a history of this version")
 
 
 def _flush_to_disk(file: IO[bytes]) -> None:
-    file.flush()  # Python's buffer; fsync writes only what the system has
+    file.flush()  # empties Python's buffer, as fsync writes only the system's buffers
     os.fsync(file.fileno())

@@ -19,13 +19,13 @@ Fate = Literal["won", "lost", "failed", "pruned", "untried"]  # of a candidate
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """Why a candidate is not worth a trial.
+    """Reason why a candidate is not worth a trial.
 
     Attributes:
         kind: ``"memory"`` (does not fit), ``"slower"`` (the estimate rules it out), ``"same"`` (amounts to
             another candidate), ``"impossible"`` (refused when it was resolved).
         reason: one sentence with its numbers.
-        hint: what would help, as a clause; empty if nothing is known to.
+        hint: remedy, as a clause; empty if none is known.
     """
 
     kind: Literal["memory", "slower", "same", "impossible"]
@@ -48,7 +48,7 @@ class Candidate:
         largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
         largest_batch_bytes: the peak that is predicted for that step.
         given_batch: samples of the step of the estimate and the trials, set with ``largest_batch``.
-        refusal_keys: methods that declare what their refusal depends on, each with a digest of that.
+        refusal_keys: digest of the conditions of a refusal, by the method that declares them.
         axes: sizes of the mesh's axes, the innermost first.
         precision: the steps that set dtypes, in a few words; empty for the model's own.
         is_plain: whether only its precision, and how data ranks share states, differ from the baseline.
@@ -99,7 +99,7 @@ def named_features(candidate: Candidate) -> dict[str, str]:
 
 
 def refusal_keys(resolution: Resolved) -> tuple[tuple[str, str], ...]:
-    """A digest, per method, of everything that decides whether it refuses to be applied to this model.
+    """Returns a digest, per method, of everything that decides whether it refuses this model.
 
     These are its config, sizes of axes that divide the model, methods that change the model before it, and
     fields of the plan in :attr:`~atorch_ns.method.Method.refuses_by`. If that is ``None``, a refusal implies

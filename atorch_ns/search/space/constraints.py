@@ -33,7 +33,7 @@ class MethodConstraint:
     config: MethodConfig | None = None
 
     def matches(self, method: str, config: MethodConfig) -> bool:
-        """Whether it covers this method with this config: the keys that were written are equal."""
+        """Returns whether it covers this method with this config. The written keys must be equal."""
         if method not in self.methods:
             return False
         pattern = self.config
@@ -56,15 +56,15 @@ class Constraints:
     _fixed: dict[str, MethodConfig] = field(default_factory=dict, repr=False)
 
     def fixed(self, method: str) -> MethodConfig | None:
-        """The config that the user gave the method; ``None`` if it is free."""
+        """Returns the config that the user gave the method; ``None`` if it is free."""
         return self._fixed.get(method)
 
     def requires(self, method: str) -> bool:
-        """Whether this very method was asked for."""
+        """Returns whether this method itself is required."""
         return any(constraint.methods == (method,) for constraint in self.included)
 
     def forbids(self, method: str, config: MethodConfig) -> bool:
-        """Whether the method with this config is excluded."""
+        """Returns whether the method with this config is excluded."""
         return any(constraint.matches(method, config) for constraint in self.excluded)
 
     def violation(self, choices: Iterable[Chosen], *, to_come: Iterable[str] = ()) -> str | None:
@@ -84,7 +84,7 @@ class Constraints:
         return None
 
     def without_exclusions(self) -> Constraints:
-        """The same constraints with nothing excluded."""
+        """Returns the same constraints with nothing excluded."""
         return Constraints(self.included, (), self._fixed)
 
 
@@ -123,7 +123,7 @@ def read_constraints(
 def _read_entries(
     argument: str, entries: Sequence[Any] | None, registry: Registry, problems: list[str]
 ) -> list[MethodConstraint]:
-    if isinstance(entries, str):  # a sequence too, of letters
+    if isinstance(entries, str):  # a string is a sequence of letters, too
         problems.append(f"{argument} is a list of method names; write [{entries!r}].")
         return []
     constraints: list[MethodConstraint] = []
@@ -193,7 +193,7 @@ def _find_contradictions(
     ]
     items = []
     for constraint in inclusions:
-        if len(constraint.methods) == 1:  # of a group, some method may still agree
+        if len(constraint.methods) == 1:  # in a group, another method may still agree
             method = registry.get(constraint.methods[0])
             items.append((constraint.written, Chosen(method, constraint.config or method.Config())))
     for (first, choice), (second, other) in itertools.combinations(items, 2):
@@ -216,7 +216,7 @@ def _find_unusable_methods(
     problems = []
     for constraint in inclusions:
         if len(constraint.methods) > 1:
-            continue  # of a group, one method that can be used is enough
+            continue  # one usable method of a group is enough
         method = registry.get(constraint.methods[0])
         options = [] if profile is None else list(method.options(profile, cluster))
         reasons = [
@@ -231,7 +231,7 @@ def _find_unusable_methods(
 def why_not(
     method: Method[Any], config: MethodConfig, cluster: Cluster, profile: Profile | None
 ) -> str | None:
-    """Why a method with this config has no effect or is refused on this cluster; ``None`` if it is usable."""
+    """Returns why a method with this config is useless or refused on this cluster; ``None`` if usable."""
     if method.needs_process_group and not cluster.distributed:
         return "there is one process and no process group; start it with torchrun to use it."
     reason = method.unavailable(config, cluster)

@@ -10,10 +10,10 @@ from atorch_ns.strategy import MODEL_AXES, Plan
 
 
 def canonical(plan: Plan) -> Plan:
-    """The plan with everything taken out that changes nothing; equal for plans that run alike.
+    """Returns the plan without settings that change nothing. It is equal for plans that run alike.
 
-    Axes of size 1 shard nothing. An axis ``zero`` that nothing is sharded over is more of ``data``, and one
-    without a ``data`` is what ``data`` would be. Without ranks that see different data there is nothing to
+    Axes of size 1 shard nothing. An axis ``zero`` over which nothing is sharded is merged into ``data``, or
+    becomes ``data`` if there is none. Without ranks that see different data there is nothing to
     synchronise. Settings of sharding, recomputation, buckets and axes mean nothing where nothing is sharded,
     recomputed, reduced or divided: the fields of a plan name the condition they stand under.
     """

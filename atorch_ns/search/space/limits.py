@@ -14,11 +14,11 @@ from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.text import bytes_text, interval_text
 
 MEMORY_ERROR = 0.05  # relative error of the predicted peak: candidates over the limit by less are tried
-CPU_RESERVE = 0.1  # of a CPU's memory, for what shares it; of a GPU's, estimates count all that is held
+CPU_RESERVE = 0.1  # share of a CPU's memory for other users; on a GPU, estimates count everything held
 
 MAX_FITTING = 160  # candidates that fit
 MAX_TOO_LARGE = 40  # candidates that are reported as too large
-MAX_PER_TEMPLATE = 6  # of the fastest rows, those of one combination of methods
+MAX_PER_TEMPLATE = 6  # fastest rows of one combination of methods
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Limits:
     num_bytes: int
 
     def admits(self, peak_bytes: float) -> bool:
-        """Whether a predicted peak fits, or may fit within the estimate's error."""
+        """Returns whether a predicted peak fits, or may fit within the estimate's error."""
         return bool(self.admit(np.asarray([peak_bytes]))[0])
 
     def admit(self, peak_bytes: np.ndarray) -> np.ndarray:
@@ -78,9 +78,9 @@ class RowSelection:
 
 
 def select_rows(rows: PricedRows, limit: Limits) -> RowSelection:
-    """The best rows: of every combination its fastest and its smallest, then the fastest of all.
+    """Selects the fastest and the smallest row of every combination, then the fastest of all.
 
-    Of combinations that fit nowhere, the row that comes nearest.
+    For a combination that fits nowhere, selects the row nearest to fitting.
     """
     fits = limit.admit(rows.peak_bytes) if rows.prices is not None else np.ones(len(rows), dtype=bool)
     by_time = np.lexsort((rows.micro_batches, rows.step_seconds))  # the last key is the first to sort by

@@ -82,7 +82,7 @@ class PricedRows:
         return np.zeros(len(self)) if self.prices is None else self.prices.step_seconds
 
     def estimate(self, row: int) -> Estimate | None:
-        """What a row is predicted to cost; ``None`` where nothing could be priced."""
+        """Returns the predicted cost of a row; ``None`` if nothing could be priced."""
         return None if self.prices is None else self.prices.estimate(row)
 
     def steps(self, row: int) -> list[tuple[str, object]]:
@@ -106,7 +106,7 @@ def price_rows(
     max_micro_batches: int,
     limit_bytes: int = 0,
 ) -> PricedRows:
-    """All rows, priced where there are a trace and hardware figures.
+    """Returns all rows, priced if there are a trace and hardware figures.
 
     Where a template leaves it open, gradients are reduced after every micro-batch in rows that take more than
     ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch
@@ -169,7 +169,7 @@ def _follow_plan(item: Chosen, plan: Plan) -> Chosen:
 def batch_divisors(
     template_set: Templates, choices: Choices, profile: Profile, workload: Workload, *, max_micro_batches: int
 ) -> list[int]:
-    """The numbers of equal parts of a global batch, data ranks times micro-batches, that rows have."""
+    """Numbers of equal parts into which rows divide a global batch: data ranks times micro-batches."""
     anything = replace(workload, global_batch=0)  # which every number divides
     maker = _RowMaker(choices, axis_options(choices), profile, anything, max_micro_batches, per_node=0)
     rows = _Rows.joined(maker.rows_of(index, entry) for index, entry in enumerate(template_set.distinct))

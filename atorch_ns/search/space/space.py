@@ -30,7 +30,7 @@ class Space:
     Attributes:
         candidates: candidates worth reporting, best first; pruned ones last, each with its reason.
         num_priced: strategies that were priced.
-        notes: what was left out and why, as sentences.
+        notes: omissions and their reasons, as sentences.
     """
 
     candidates: tuple[Candidate, ...]
@@ -52,7 +52,7 @@ def explore(
 ) -> Space:
     """All strategies that the methods' ``options`` span, priced; the best as candidates.
 
-    At most one method fills each role; what methods declare to be impossible together or here is left out.
+    At most one method fills each role. Methods declared impossible together or here are left out.
     Precision is part of the space where the device multiplies 16-bit numbers in hardware, as long as fp32
     weights are kept: autocast, or half precision with master weights. Training with 16-bit weights alone
     converges differently and must be asked for: ``included=[("half", "bf16")]``.

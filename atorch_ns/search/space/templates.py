@@ -23,7 +23,7 @@ class Choices:
     """The alternatives from which strategies are combined.
 
     Attributes:
-        kinds: alternatives of each method that changes what is done; ``None`` stands for its absence.
+        kinds: alternatives of each method that changes the training step; ``None`` stands for its absence.
         meshes: alternatives of the method that arranges the ranks; ``(None,)`` where nothing is arranged.
         micro_batches: alternatives by number of micro-batches, ``None`` for one without a method.
         refused: methods that are left out, each with the reason.
@@ -43,7 +43,7 @@ def find_choices(
     """The alternatives of every method.
 
     They are the method's ``options``, or the user's config. A base strategy adds its configs and excludes
-    other methods. Methods that arrange ranks or split the batch are recognised by what they change in a plan.
+    other methods. Methods that arrange ranks or split the batch are recognised by their changes to a plan.
     """
     kinds: list[tuple[Chosen | None, ...]] = []
     meshes: tuple[Chosen | None, ...] = (None,)
@@ -136,7 +136,7 @@ def _changed_fields(item: Chosen) -> set[str]:
     return {field.name for field in fields(Plan) if getattr(after, field.name) != getattr(before, field.name)}
 
 
-MAX_COMBINATIONS = 4096  # of methods at most, however many plug-ins there are
+MAX_COMBINATIONS = 4096  # maximum combinations of methods, however many plug-ins there are
 
 
 Shape = tuple[int, ...]
@@ -160,7 +160,7 @@ class MeshGroup:
         return next(iter(self.meshes.values()))
 
     def has(self, axis: str) -> bool:
-        """Whether an axis that divides the model is larger than 1."""
+        """Returns whether an axis that divides the model is larger than 1."""
         return next(iter(self.meshes))[2 + MODEL_AXES.index(axis)] > 1
 
 
@@ -204,7 +204,7 @@ def find_templates(
     *,
     only: Collection[str] | None = None,
 ) -> Templates:
-    """Every legal combination, of the methods in ``only`` if given; the simplest of those with one effect."""
+    """Returns every legal combination (of ``only`` if given), the simplest of those with the same effect."""
     combinations, left_out = _build_combinations(choices.kinds)
     combinations.sort(key=len)  # of strategies with the same effect the simplest comes first
     distinct: dict[Plan, Template] = {}
@@ -242,7 +242,7 @@ def find_templates(
             if kind not in distinct:
                 distinct[kind] = Template(combination, plan, group)
             elif resolution is not None:
-                # No row to say that an axis over which nothing is sharded changes nothing.
+                # An axis over which nothing is sharded changes nothing, so it gets no row.
                 same.append((resolution, distinct[kind]))
     return Templates(tuple(distinct.values()), tuple(same), refusals, left_out)
 

@@ -35,10 +35,10 @@ _TOLERANCE = 1e-3  # relative: sums in another order differ by less
 
 
 class GlobalBalance:
-    """Replaces a model's ``aux_loss``, and its part in ``loss``, by this rank's part of the global one.
+    """Replaces a model's ``aux_loss``, and its part in ``loss``, by this rank's part of the global loss.
 
-    The output must hold ``router_logits`` too, and the model's own loss must be the one above: that is
-    computed alongside and compared. Otherwise the loss stays that of each rank's tokens.
+    The output must also hold ``router_logits``. The model's own loss must equal the loss above, which is
+    computed for comparison. Otherwise each rank keeps the loss of its own tokens.
 
     Args:
         model: the model; all ranks of the group run the same forward passes.
@@ -123,7 +123,7 @@ class _Seen(NamedTuple):
         return cls(counts, probabilities, weight.sum() * len(logits))
 
     def explains(self, loss: torch.Tensor) -> bool:
-        """Whether the model has computed its loss from these terms."""
+        """Returns whether the model has computed its loss from these terms."""
         mine = (self.counts * self.probabilities).sum() / self.rows**2 * len(self.counts)
         return bool((mine - loss).abs() <= _TOLERANCE * loss.abs())
 

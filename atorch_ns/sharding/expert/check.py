@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # by dtype, in units of the largest value
 _LOW_PRECISION_TOLERANCE = 5e-2
-_ROWS, _TOKENS = 2, 9  # of the input that a layer is tested with
+_ROWS, _TOKENS = 2, 9  # shape of a layer's test input
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def why_not_answerable(moe: ListedExperts) -> str | None:
             results = _run_passes(moe, calls, tokens)
         except StepError as error:
             return str(error)
-        except Exception as error:  # as above: on what experts have not computed
+        except Exception as error:  # the user's code again, on placeholders for experts' results
             return f"it fails when its experts are computed together: {error_text(error)}"
         finally:
             calls.end()
@@ -127,7 +127,7 @@ def _by_frequency(sizes: list[int]) -> list[int]:
 def _make_batch(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     count = experts.num_experts
-    step = max(1, count // 8)  # of many experts only some
+    step = max(1, count // 8)  # tests only some of many experts
     choice = torch.arange(0, count, step)  # [N], the first choice of each token
     # [N, 2]: first and second choices alternate over the experts, so that every share is chosen.
     index = torch.stack([choice, (choice + 1 + step // 2) % count], dim=1).to(like.device)

@@ -27,7 +27,7 @@ from atorch_ns.sharding.rank_context import local_part
 
 @dataclass(frozen=True)
 class Arrived:
-    """The P pairs that the experts of this rank compute.
+    """The P pairs of token and expert that this rank computes.
 
     Attributes:
         tokens: ``[P, D]``.
@@ -48,11 +48,11 @@ class Route:
         group: the ranks that divide the experts.
         num_tokens: N.
         row_tokens: ``[R]``, the token of each row sent, sorted by the rank it goes to.
-        choices: ``[P]``, the indices among the ``N * K`` choices of the weights sent, sorted likewise.
+        choices: ``[P]``, indices of the sent weights among the ``N * K`` choices, in the same order.
         sent_rows, received_rows: rows to and from each rank.
         sent_pairs, received_pairs: pairs to and from each rank.
-        pair_rows: ``[P']``, for each pair that arrives the row that is its token.
-        pair_experts: ``[P']``, for each pair that arrives this rank's expert.
+        pair_rows: ``[P']``, the token row of each pair that arrives.
+        pair_experts: ``[P']``, the local expert of each pair that arrives.
     """
 
     group: dist.ProcessGroup
@@ -69,7 +69,7 @@ class Route:
     @classmethod
     @torch.no_grad()
     def find(cls, index: torch.Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
-        """The route of tokens to the experts chosen for them; collective.
+        """Finds the route of tokens to their chosen experts. Collective.
 
         Args:
             index: ``[N, K]``, the choices; ``num_experts`` stands for none.
@@ -85,7 +85,7 @@ class Route:
         tokens = torch.div(order, num_choices, rounding_mode="floor")  # [N K], the token of each choice
         goes = torch.zeros(ranks + 1, num_tokens, dtype=torch.bool, device=index.device)  # [S + 1, N]
         goes[target, tokens] = True  # once for each rank, however many of its experts are chosen
-        position = goes.long().cumsum(1) - 1  # of a token among those that go to one rank
+        position = goes.long().cumsum(1) - 1  # index of a token among those sent to one rank
         # [S + 1]: choices to each rank; bincount would wait for the device.
         pairs_to = target.new_zeros(ranks + 1).scatter_add(0, target, torch.ones_like(target))
         counts = torch.stack([goes[:ranks].sum(1), pairs_to[:ranks]], dim=1)  # [S, 2], rows and pairs
@@ -94,7 +94,7 @@ class Route:
         # One copy to the host, which waits for the device: exchanges need their sizes there.
         (sent_rows, sent_pairs), (received_rows, received_pairs) = torch.stack([counts, arriving]).mT.tolist()
         valid = slice(0, sum(sent_pairs))  # without choices of none
-        # [P, 2]: the place of a pair's row among those to its rank, and its expert from that rank's first on.
+        # [P, 2]: index of a pair's row among those sent to its rank, and the expert's local index there.
         pairs = torch.stack([position[target, tokens], experts[order] - target * per_rank], dim=1)[valid]
         pairs = exchange(pairs, sent_pairs, received_pairs, group)
         row_counts = torch.tensor(received_rows, device=index.device)  # [S]
@@ -116,9 +116,9 @@ class Route:
         )
 
     def send(self, hidden: torch.Tensor, weights: torch.Tensor) -> Arrived:
-        """Sends tokens ``[N, D]`` and weights ``[N, K]`` to the experts; collective.
+        """Sends tokens ``[N, D]`` and weights ``[N, K]`` to the experts. Collective.
 
-        A rank to which nothing comes gets a pair of zeros, for zero gradients and a backward pass.
+        A rank that receives nothing gets a pair of zeros, so its backward pass runs with zero gradients.
         """
         rows = exchange(hidden[self.row_tokens], self.sent_rows, self.received_rows, self.group)
         pair_weights = weights.reshape(-1, 1)[self.choices]
@@ -131,9 +131,9 @@ class Route:
         return Arrived(tokens, index, pair_weights)
 
     def bring_back(self, results: torch.Tensor) -> torch.Tensor:
-        """Sends the experts' results ``[P, D]`` back and adds them by token, to ``[N, D]``; collective."""
-        mine = results[: len(self.pair_rows)]  # without the pair of zeros of a rank to which none came
-        # The results of a token are added up here first: one row for each token and rank travels back.
+        """Sends the experts' results ``[P, D]`` back and sums them per token to ``[N, D]``. Collective."""
+        mine = results[: len(self.pair_rows)]  # drops the pair of zeros of a rank that received none
+        # Results are summed per token before they are sent, so one row per token and rank travels back.
         rows = mine.new_zeros(sum(self.received_rows), mine.size(1)).index_add(0, self.pair_rows, mine)
         rows = exchange(rows, self.received_rows, self.sent_rows, self.group)
         # The addition saves its indices for the backward pass. As the last operator to save anything, it
@@ -142,13 +142,13 @@ class Route:
 
 
 def divide_experts(experts: FoundExperts, mesh: DeviceMesh, *, equal: bool) -> None:
-    """Leaves each rank its share of the experts of a module, which is called as before; collective.
+    """Divides the experts of a module over the ranks. The module is called as before. Collective.
 
     Its forward and backward passes become collective. Gradients are those of the mean of the ranks' losses.
 
     Args:
-        experts: the module; the number of ranks divides that of its experts.
-        mesh: a one-dimensional one; its first rank's values are taken.
+        experts: the module. The number of ranks must divide its number of experts.
+        mesh: a one-dimensional mesh. The values of its first rank are used.
         equal: whether all ranks hold the same values, so that none need to be sent.
     """
     module = experts.module
@@ -167,7 +167,7 @@ def divide_experts(experts: FoundExperts, mesh: DeviceMesh, *, equal: bool) -> N
 
 
 def shard_parameter(parameter: torch.Tensor, mesh: DeviceMesh, dim: int, *, equal: bool) -> nn.Parameter:
-    """A parameter divided along ``dim`` over ``mesh``; collective.
+    """Divides a parameter along ``dim`` over ``mesh``. Collective.
 
     ``equal``: whether all ranks hold the same values, so that those of the first need not be sent.
     """
@@ -178,7 +178,7 @@ def shard_parameter(parameter: torch.Tensor, mesh: DeviceMesh, dim: int, *, equa
 
 
 class _Slot(NamedTuple):
-    """A parameter and where a module keeps it: a dictionary that, unlike assignment, takes any tensor."""
+    """A parameter and the module's dictionary that holds it. Unlike assignment, it accepts any tensor."""
 
     table: dict[str, Any]
     key: str

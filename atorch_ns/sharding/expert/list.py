@@ -37,14 +37,14 @@ _SETTING = "_expert_calls"  # the attribute of an expert that holds its calls an
 
 
 def divide_expert_list(moe: ListedExperts, mesh: DeviceMesh, *, equal: bool) -> None:
-    """Leaves each rank its part of the experts' parameters; the layer is called as before; collective.
+    """Divides the experts' parameters over the ranks. The layer is called as before. Collective.
 
     The layer's forward and backward passes become collective. Gradients are those of the mean of the ranks'
-    losses; of parameters that no dimension divides, each rank has a summand.
+    losses. Each rank holds a summand of the gradient of a parameter that cannot be divided.
 
     Args:
-        moe: the experts; the number of ranks divides their number.
-        mesh: a one-dimensional mesh; its first rank's values are taken.
+        moe: the experts. The number of ranks must divide their number.
+        mesh: a one-dimensional mesh. The values of its first rank are used.
         equal: whether all ranks hold the same values, so that none need to be sent.
     """
     first = dist.get_process_group_ranks(mesh.get_group())[0]

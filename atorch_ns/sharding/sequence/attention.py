@@ -32,7 +32,7 @@ class AttentionCall:
         query: [..., H, T, E].
         key: [..., K, S, E].
         value: [..., K, S, E'].
-        mask: broadcast to [..., H, T, S]; bool (True for what is attended to) or added to the scores.
+        mask: broadcast to [..., H, T, S]; bool (True where attended) or added to the scores.
         dropout: the share of weights dropped.
         causal: whether a query attends to keys up to its own place only.
         scale: factor of the scores; ``None`` for 1/sqrt(E).
@@ -109,7 +109,7 @@ Widen = Callable[[torch.Tensor, bool], torch.Tensor]
 def multi_head_attention(
     attend: Attend, widen: Widen, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """The result [T, B, D] (or [T, D]) with attention as ``attend`` computes it, and no attention weights.
+    """Returns [T, B, D] (or [T, D]) with attention computed by ``attend``, without attention weights.
 
     Args:
         attend: computes an attention call.
@@ -180,25 +180,25 @@ def _combine_masks(
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as a summand of scores. True in a Boolean mask hides, as in ``nn.MultiheadAttention``."""
+    """The mask to add to the scores. True in a Boolean mask hides, as in ``nn.MultiheadAttention``."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
 
 
-_HEADS = -3  # of [..., H, T, E]
+_HEADS = -3  # the dimension of heads in [..., H, T, E]
 _POSITIONS = -2
 
 
 def heads_divide(call: AttentionCall, ranks: int) -> bool:
-    """Whether the heads of a call can be divided over ``ranks``."""
+    """Returns whether the heads of a call can be divided over ``ranks``."""
     return call.query.dim() > 2 and call.num_heads % ranks == 0
 
 
 def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group) -> torch.Tensor:
-    """Attention of this rank's queries [..., H, L, E] to the keys of all ranks; [..., H, L, E'].
+    """Attention [..., H, L, E'] of this rank's queries [..., H, L, E] to the keys of all ranks.
 
-    The mask is that of the whole sequence or of this rank's positions, in either dimension.
+    In each dimension the mask covers the whole sequence or this rank's positions.
 
     Raises:
         InputError: if the heads do not divide.

@@ -46,7 +46,7 @@ USE_SDPA: Final = (
     "Use an attention that calls torch.nn.functional.scaled_dot_product_attention, in transformers' models where they "
     "offer it by attn_implementation='sdpa', or divide over the axes data, zero or pipeline."
 )
-"""Advice where attention that is written out cannot be divided."""
+"""Advice for hand-written attention that cannot be divided."""
 
 
 class SeenCalls(TorchFunctionMode):
@@ -57,7 +57,7 @@ class SeenCalls(TorchFunctionMode):
 
     Attributes:
         attentions: the attention calls in order.
-        products: the dimension of the second factor that is the keys', by the index of the matrix product.
+        products: the key dimension of the second factor, by index of the matrix product.
         num_products: the number of matrix products.
         sites: indices of the position numbers, tables and square masks that are T long.
     """
@@ -69,7 +69,7 @@ class SeenCalls(TorchFunctionMode):
         self.num_products = 0
         self.sites: set[int] = set()
         self._length = length
-        self._count = 0  # of calls so far that may number positions
+        self._count = 0  # calls so far that may number positions
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -97,13 +97,13 @@ class SeenCalls(TorchFunctionMode):
 
 
 class DividedCalls(TorchFunctionMode):
-    """Makes a block that sees L of T positions compute for them what it computes when it sees all.
+    """Makes a block that sees L of T positions compute the same for them as when it sees all T.
 
-    Attention sees the keys of all ranks. Where the plan says that they mean the sequence, numbers from 0 to
-    L-1 become this rank's or all ranks' positions, and the first L rows of a table become the rows of these.
+    Attention sees the keys of all ranks. Where the plan says that they number positions, 0 to
+    L-1 become this rank's or all ranks' positions. The first L rows of a table become the rows of these.
 
     Attributes:
-        crossed: indices of the attention calls so far whose keys are not those of the sequence.
+        crossed: indices of the attention calls so far with keys of another sequence.
         products: the matrix products so far whose second factor was gathered, with its dimension.
     """
 
@@ -153,7 +153,7 @@ class DividedCalls(TorchFunctionMode):
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
-        """Called after a pass that ended well.
+        """Checks a pass that ended without an error.
 
         Raises:
             InputError: if the block has not made the matrix products that it made when it was tested.
@@ -248,8 +248,8 @@ def with_positions(
 ) -> Any:
     """The result of a call that numbers L positions, for this rank's positions or for all T.
 
-    A square is that of all positions: a mask has a row and a column for each. With ``rows``, a square of this
-    rank's own has the rows of its positions.
+    A square mask has a row and a column for every position of the sequence. With ``rows``, a square of this
+    rank has only the rows of its own positions.
     """
     own_square = rows and numbers == "own"  # [L, T] in place of [T, T]
     if func is torch.arange:

@@ -58,7 +58,7 @@ class _Known:
 
 
 class BlockChain:
-    """Neighbouring blocks of a model; none is joined to the next at first.
+    """Neighbouring blocks of a model. Initially no block is joined to the next.
 
     Args:
         blocks: the blocks, in the order of their calls.
@@ -99,7 +99,7 @@ class BlockChain:
             block.module.register_forward_hook(self._make_leave_hook(index), always_call=True)
 
     def join(self, places: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
-        """Makes blocks hand on divided results; not to be called between a forward pass and its backward.
+        """Makes blocks hand on divided results. Do not call it between a forward pass and its backward pass.
 
         Args:
             places: blocks whose result the next one takes and nothing else sees, by index; for each, paths of
@@ -116,7 +116,7 @@ class BlockChain:
             self._joints[block_index] = frozenset(source for source, path in links if path not in parts)
 
     def divide_tail(self, root: nn.Module) -> None:
-        """Lets the code after the last block see :class:`DividedTokens` in the place of whole hidden states.
+        """Passes :class:`DividedTokens` instead of whole hidden states to the code after the last block.
 
         They are made when ``root`` is first called, around all wrappers of the block: a recomputation may run
         the block without gradients, and a compiler would trace them.
@@ -127,7 +127,7 @@ class BlockChain:
         )
 
     def divide_head(self, root: nn.Module) -> None:
-        """Once planned, divides the first block's input before its wrappers: recomputation keeps a part."""
+        """Divides the first block's input before its wrappers once planned, so recomputation keeps a part."""
 
         def attach(outermost: nn.Module) -> None:
             _, unit = pipeline_unit(outermost)

@@ -33,7 +33,7 @@ _METADATA = (
 def find_chains(
     blocks: Sequence[nn.Module], forward: Callable[[], object], *, shared_parameters: bool = False
 ) -> list[list[int]]:
-    """Chains of blocks that hand their output to the next one untouched.
+    """Finds chains of blocks that pass their output unchanged to the next block.
 
     Inside a chain hidden states may stay divided. Code between two blocks that reads or changes them or adds
     a parameter (a mean, a learned scale, ``.item()``) must see them whole and ends a chain.
@@ -72,8 +72,8 @@ class _Watch(TorchFunctionMode):
             for name, parameter in block.named_parameters()
         }
         self._makers = WeakTensorKeyDictionary()  # the block that computed a tensor inside
-        self._inputs: set[int] = set()  # ids of what the running block is called with
-        self._depth = 0  # of blocks inside blocks; 0 between them
+        self._inputs: set[int] = set()  # ids of the running block's arguments
+        self._depth = 0  # nesting depth of blocks; 0 between them
         self._calls: list[int] = []  # indices of the blocks called
         self._continues: list[bool] = []  # for each call, whether it takes a result of the one before
         self._outputs = WeakTensorKeyDictionary()  # the call that returned a tensor
@@ -92,7 +92,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def enter(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The hook before a block: notes whether it takes the previous output, and who else has read that."""
+        """Pre-forward hook. Notes whether the block takes the previous output and what else read it."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -102,7 +102,7 @@ class _Watch(TorchFunctionMode):
         self._mark_read_outputs((args, kwargs), but=self._last)
 
     def leave(self, _: int, __: nn.Module, args: Any, output: Any) -> None:
-        """The hook after a block: its output is followed from here on."""
+        """Forward hook. Follows the block's output from here on."""
         self._depth -= 1
         if self._depth:
             return
@@ -113,7 +113,7 @@ class _Watch(TorchFunctionMode):
             self._makers.pop(tensor, None)  # it is returned
 
     def chains(self) -> list[list[int]]:
-        """The calls, split where hidden states are not handed on untouched or a block is called again."""
+        """The calls, split where hidden states are not passed on unchanged or a block is called again."""
         segments: list[list[int]] = []
         repeats = {index for index in self._calls if self._calls.count(index) > 1}
         for position, (index, continues) in enumerate(zip(self._calls, self._continues, strict=True)):
@@ -166,7 +166,7 @@ Links = tuple[tuple[Path, Path], ...]
 def join_blocks(
     module: nn.Module, chains: Sequence[BlockChain], settings: SequenceSettings, forward: Callable[[], object]
 ) -> None:
-    """Joins blocks that take the very tensor that the block before returned; collective.
+    """Joins blocks that take the exact tensor that the previous block returned. Collective.
 
     ``forward`` runs in training and in evaluation, without gradients.
 
@@ -198,12 +198,12 @@ def find_links(
     *,
     forward: Callable[[], object],
 ) -> dict[Pair, Links]:
-    """Pairs of blocks whose second takes the very result of the first, in training and in evaluation.
+    """Pairs of blocks in which the second takes the exact result of the first, in training and evaluation.
 
-    Modes, buffers and random states are afterwards as before.
+    Modes, buffers and random states are restored afterwards.
 
     Args:
-        blocks: blocks of ``module``; pairs are of their indices.
+        blocks: blocks of ``module``. Pairs hold their indices.
         dim: the hidden states' dimension of positions.
         forward: runs ``module``, undivided.
     """
@@ -221,7 +221,7 @@ def find_links(
         active = {index for chain in chains for index in chain}
         pairs = {pair for chain in chains for pair in itertools.pairwise(chain)} & new_links.keys()
         adjacent |= pairs
-        # A pair of which one is called without the other, in one of the modes, is not joined in any.
+        # A pair is not joined in any mode if one mode calls one block without the other.
         separate |= {
             (index, index + 1)
             for index in range(len(blocks) - 1)

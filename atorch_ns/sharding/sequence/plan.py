@@ -20,7 +20,7 @@ from torch import nn
 from atorch_ns.capture.nests import Path, leaves, map_leaves
 from atorch_ns.sharding.collectives import Group, copy_to, gather_from, scale_gradient, scatter_to
 
-_LEAST_LOCAL = 2  # code that takes a single query for a decoding step must not do so on a part
+_LEAST_LOCAL = 2  # code may mistake a part of a single position for a decoding step
 
 
 @dataclass(frozen=True)
@@ -115,22 +115,22 @@ class SequenceLayout:
 AttentionKind = Literal["ulysses", "ring", "gather"]
 
 Numbers = Literal["own", "whole"]
-"""Position numbers made inside a block become those of this rank's positions, or of all."""
+"""Position numbers made inside a block become this rank's positions or all positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """The changes to the arguments, the inner calls and the results of a block.
+    """Changes to a block's arguments, inner calls and results.
 
     Attributes:
         kind: how attention sees other ranks' keys; ``gather`` if it is written out as matrix products only.
-        divided: the dimension of each argument of which a rank gets its positions.
+        divided: the dimension of positions of each divided argument.
         sites: the meaning of the sequence's position numbers, tables and square masks, by their index in the
             order of the calls that make them.
-        crossed: indices of the attention calls that see keys that every rank has whole.
-        products: the dimension of the second factor that is gathered, by the index of the matrix product.
+        crossed: indices of the attention calls whose keys every rank has whole.
+        products: the gathered dimension of the second factor, by index of the matrix product.
         num_products: the number of matrix products in a call of the block.
-        outputs: the dimension of each result that is a part.
+        outputs: the dimension of positions of each divided result.
     """
 
     kind: AttentionKind
@@ -177,7 +177,7 @@ def divide_arguments(arguments: Any, plan: BlockPlan, layout: SequenceLayout, gr
             return leaf
         dim = plan.divided.get(path)
         if dim is not None:
-            # What a joined block hands on is a part already.
+            # The result of a joined block is already a part.
             is_whole = leaf.dim() > dim and leaf.size(dim) == layout.length
             return scale_gradient(layout.divide(leaf, dim, group), 1 / layout.ranks) if is_whole else leaf
         return scale_gradient(copy_to(leaf, group), 1 / layout.ranks) if leaf.requires_grad else leaf
@@ -186,7 +186,7 @@ def divide_arguments(arguments: Any, plan: BlockPlan, layout: SequenceLayout, gr
 
 
 def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: Group) -> Any:
-    """The results of a block, those gathered that are parts."""
+    """Returns a block's results, with parts gathered."""
 
     def gather(path: Path, leaf: Any) -> Any:
         dim = plan.outputs.get(path)
@@ -207,7 +207,7 @@ def find_hidden(arguments: Any, dim: int) -> tuple[Path, torch.Tensor] | None:
 
 
 def sequence_dims(tensor: torch.Tensor, length: int, dim: int, *, squares: bool = True) -> tuple[int, ...]:
-    """The dimensions of an argument that are the sequence's, judged by their size.
+    """The sequence dimensions of an argument, judged by their size.
 
     That is ``dim``, the first dimension of a table with a row per position, or the last two of a mask. A
     square is a mask, or without ``squares`` a table whose width happens to be the length.

@@ -37,7 +37,7 @@ class Product:
 
     Attributes:
         left, right: its factors, of three dimensions or more: attention has no products with single weights.
-        position: of ``right`` among the arguments, or its name.
+        position: index of ``right`` among the arguments, or its name.
         terms: the dimensions of both factors and of the result as letters; others may lead.
     """
 
@@ -48,7 +48,7 @@ class Product:
 
     @classmethod
     def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-        """The product that a call is; ``None`` for other calls."""
+        """The matrix product of a call; ``None`` for other calls."""
         if func not in _FACTORS:
             return None
         first, *names = _FACTORS[func]
@@ -64,9 +64,9 @@ class Product:
         return None if terms is None or len(args) > 3 else cls(left, right, places[1], terms)
 
     def gathered_dim(self, length: int) -> int | None:
-        """The dimension of ``right`` that is the keys', in a product of the whole sequence of ``length``.
+        """The key dimension of ``right`` in a product over the whole sequence of ``length``.
 
-        That is where each of T queries meets each of T keys, or a weight for each meets values.
+        Such a product multiplies T queries with T keys, or weights for T keys with their values.
         """
         left, right, result = self.terms
         # Letters of the left factor alone that stay in the result: queries.

@@ -35,7 +35,7 @@ from atorch_ns.torch_compat import FlashAttention
 
 # Rounding errors of values around 1; a wrong order of logarithms or a lost factor gives 1e-1 or more.
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_LARGEST_WIDTH: Final = 256  # of a head in flash attention
+_LARGEST_WIDTH: Final = 256  # largest head width in flash attention
 
 
 @functools.cache
@@ -85,7 +85,7 @@ _MOST_SCORES: Final = 2**22  # alive at once where no kernel can be used: 16 MiB
 
 @dataclass(frozen=True)
 class RingPart:
-    """The way in which queries see a part of the keys.
+    """The scale and masks with which queries see a part of the keys.
 
     Attributes:
         scale: the factor of the scores.
@@ -98,7 +98,7 @@ class RingPart:
     mask: torch.Tensor | None = None
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[..., H, rows, S] of some queries, float32; -inf where nothing is seen."""
+        """Scores [..., H, rows, S] of some queries, float32; -inf where masked."""
         scores = query[..., rows, :].float() @ key.float().transpose(-1, -2) * self.scale
         if self.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
@@ -112,7 +112,7 @@ class RingPart:
         return scores.add_(mask)
 
     def add_rows(self, of_mask: torch.Tensor, of_scores: torch.Tensor, rows: slice) -> None:
-        """Adds the gradient of rows of scores [..., H, rows, S] to the mask's, summed as it is broadcast."""
+        """Adds the gradient of score rows [..., H, rows, S] to the mask's, summed over broadcast dims."""
         target = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
         target += of_scores.sum_to_size(target.shape)
 
@@ -123,7 +123,7 @@ class RingPart:
         alike = query.dtype == key.dtype == value.dtype and value.size(-1) == width
         if self.mask is not None or (self.causal and not square) or not alike:
             return None
-        if query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:  # what flash kernels take: [B, H, T, E]
+        if query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:  # flash kernels need [B, H, T, E]
             return None
         return _tested_kernel(query.device, query.dtype, width)
 
@@ -153,7 +153,7 @@ def attend(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result and the logarithm over the keys of both."""
+    """Merges two results and their logarithms over the keys of both."""
     total = torch.logaddexp(lse, more_lse)
     safe = _finite_lse(total)  # a query that sees no key in either stays 0
     out = out * torch.exp(lse - safe)[..., None] + more * torch.exp(more_lse - safe)[..., None]
@@ -168,7 +168,7 @@ def attend_backward(
     *,
     trains_mask: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients that a part of the keys contributes and receives.
+    """Computes the gradients that a part of the keys contributes and receives.
 
     Args:
         gradient: gradient of the merged result, float32 [..., H, T, E'].
@@ -177,7 +177,7 @@ def attend_backward(
         trains_mask: whether the mask has a gradient.
 
     Returns:
-        Of queries, keys, values, and the mask, float32 and of its shape.
+        Gradients of queries, keys, values and mask, float32. The last has the mask's shape.
     """
     query, key, value = tensors
     out, lse = result
@@ -219,9 +219,9 @@ def _finite_lse(lse: torch.Tensor) -> torch.Tensor:
 
 
 def ring_attention(call: AttentionCall, layout: SequenceLayout, group: Group) -> torch.Tensor:
-    """Attention of this rank's queries [..., H, L, E] to the keys of all ranks; [..., H, L, E'].
+    """Attention [..., H, L, E'] of this rank's queries [..., H, L, E] to the keys of all ranks.
 
-    The mask is that of the whole sequence or of this rank's positions, in either dimension.
+    In each dimension the mask covers the whole sequence or this rank's positions.
 
     Raises:
         InputError: for dropout of attention weights, which no rank could draw again alone.
@@ -265,7 +265,7 @@ class _Ring:
         everything = slice(0, layout.local)
         if not self.causal or sender == rank:
             part = RingPart(self.scale, self.causal, self._mask_columns(mask, sender, real))
-            # Under a causal mask what is padding comes last and need not see anything here.
+            # Under a causal mask padding comes last and need not attend to anything here.
             return _Step(slice(0, real) if self.causal else everything, slice(0, real), part)
         part = RingPart(self.scale)
         half = layout.local // 2
@@ -292,7 +292,7 @@ class _Ring:
             part.index_add_(-1, self.positions(sender, gradient.size(-1), gradient.device), gradient)
 
     def turns(self, *tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """Every rank's number and tensors, this rank's first; the next travel while the caller computes."""
+        """Yields each rank's number and tensors, this rank's first. The next travel during computation."""
         size, rank = self.group.size(), self.group.rank()
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # one message for all
         lengths = [tensor.numel() for tensor in tensors]

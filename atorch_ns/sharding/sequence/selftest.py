@@ -51,7 +51,7 @@ _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # In units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1.
 _TOLERANCE: Final = 1e-3
 
-# Numbers of positions of one rank in the test, preferred first: even, and unlike the sizes that models have.
+# Positions per rank in the test, preferred first. All are even and unlike common model sizes.
 _LOCAL_LENGTHS: Final = (22, 26, 14, 10, 6, 34, 38, 4, 2, 8)
 _ROWS: Final = 2  # samples in the test
 _MOST_SITES: Final = 5  # the most position numbers in a block that are guessed one by one
@@ -92,13 +92,13 @@ Found = tuple[BlockPlan, bool]
 
 
 def find_block_plan(subject: TestedBlock) -> Found | InputError:
-    """The plan by which a block gives on parts what it gives whole; collective.
+    """Finds the plan with which a block computes the same on parts as on the whole. Collective.
 
     Returns:
-        The plan, or where the block may stay whole the reason why there is none on any rank.
+        The plan. If the block may stay whole, the reason why there is no plan on any rank.
 
     Raises:
-        InputError: if there is none; the message says what was tried and what to change.
+        InputError: if there is no plan. The message says what was tried and what to change.
         RankError: if another rank found none.
     """
     group = subject.settings.group
@@ -110,7 +110,7 @@ def find_block_plan(subject: TestedBlock) -> Found | InputError:
     if not subject.may_stay_whole:
         return isolated(lambda: settle(lambda: _try_all(subject)), subject.settings.device)
     outcome = isolated(lambda: settle(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
-    # Whole on every rank or divided on every rank: where they differ, all fail together.
+    # A block is whole on every rank or divided on every rank. If ranks differ, all fail together.
     refusing = gathered(isinstance(outcome, InputError), distributed=True, group=group)
     return settle(lambda: _plan_of(outcome)) if any(refusing) and not all(refusing) else outcome
 
@@ -328,7 +328,7 @@ def _candidate_numberings(calls: SeenCalls) -> list[Mapping[int, Numbers]]:
     sites = sorted(calls.sites)
     if not sites:
         return [{}]
-    # Sites may not be of positions, or number those of this rank, or those of the whole sequence.
+    # A site may be unrelated to positions, or number this rank's positions or all positions.
     same: list[Mapping[int, Numbers]] = [{}, dict.fromkeys(sites, "own"), dict.fromkeys(sites, "whole")]
     if 1 < len(sites) <= _MOST_SITES:
         choices: tuple[Numbers, ...] = ("own", "whole")
@@ -412,8 +412,8 @@ def small_arguments(subject: TestedBlock, length: int, *, squares: bool, few_row
     """The arguments with ``length`` positions; hidden states are random, equal on all ranks.
 
     Args:
-        squares: whether a tensor with the sequence's length twice is a mask.
-        few_rows: whether samples are left out, of tensors that have as many rows.
+        squares: whether a tensor with two dimensions of the sequence length is a mask.
+        few_rows: whether to drop samples from tensors that have one row per sample.
     """
     entry = find_hidden(subject.arguments, subject.settings.dim)
     assert entry is not None

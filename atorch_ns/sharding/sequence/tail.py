@@ -45,7 +45,7 @@ def study_tail(
             return study
         except Exception as error:
             study.failure = error_line(error)
-            if study.uses.changed:  # a change in place is refused in any other way too
+            if study.uses.changed:  # every other way to run refuses in-place changes too
                 return study
     return study
 

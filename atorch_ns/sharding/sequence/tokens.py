@@ -38,7 +38,7 @@ def _find_functions(names: str, *homes: Any) -> frozenset[Any]:
     return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
 
 
-# Functions of each position by itself; other tensors among their arguments are broadcast.
+# Functions applied to each position independently. Other tensor arguments are broadcast.
 _ELEMENTWISE: Final = _find_functions(
     "float half bfloat16 double to type type_as contiguous clone detach cpu cuda neg abs exp log log1p sqrt rsqrt square "
     "pow tanh sigmoid relu clamp clamp_min clamp_max masked_fill add sub mul div true_divide eq ne lt le gt ge bool long "
@@ -49,7 +49,7 @@ _ELEMENTWISE: Final = _find_functions(
     torch,
     F,
 )
-# Functions of the last dimensions of each position, whose other tensors are weights.
+# Functions of the last dimensions at each position. Their other tensors are weights.
 _WITH_WEIGHTS: Final = _find_functions("linear layer_norm rms_norm", F, torch)
 # Functions over dimensions, ``dim``.
 _OVER_FEATURES: Final = _find_functions(
@@ -71,7 +71,7 @@ _MATMUL: Final = _find_functions("matmul __matmul__ mm", Tensor, torch)
 
 
 def _keeps_dims(func: Callable[..., Any], rest: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    # Whether a function over dimensions leaves them in its result; ``rest`` are its arguments after ``dim``.
+    # Whether a function over dimensions keeps them in its result. ``rest`` holds the arguments after ``dim``.
     flags = [argument for argument in rest if isinstance(argument, bool)][func in _UNBIASED_FIRST :]
     return func in _SAME_SHAPE or bool(keywords.get("keepdim", flags[0] if flags else False))
 
@@ -82,10 +82,10 @@ class TokenPart:
 
     Attributes:
         layout: the positions of each rank in the whole sequence.
-        group: the ranks; ``None`` to compute shapes without them: nothing is communicated.
+        group: the ranks; ``None`` to compute only shapes, without communication.
         dim: the dimension of positions in the part.
-        merged: whether dimensions before it are one with it in the whole tensor, samples one after the other.
-        start, length: the tensor has ``length`` (T) positions of the sequence, those from ``start`` on.
+        merged: whether earlier dimensions are flattened into ``dim`` in the whole tensor, sample by sample.
+        start, length: the tensor has the ``length`` (T) positions of the sequence from ``start`` on.
     """
 
     layout: SequenceLayout
@@ -107,17 +107,17 @@ class TokenPart:
         return 0 if self.merged else self.dim
 
     def part_dim(self, dim: int, num_dims: int) -> int:
-        """The dimension of the part that is the whole tensor's ``dim``, of ``num_dims``."""
+        """The part's dimension for ``dim`` of a whole tensor with ``num_dims``."""
         return dim % num_dims + (self.dim if self.merged else 0)
 
     def local_indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L] this rank's positions as indices of the whole tensor, and whether each is real, not padding."""
+        """This rank's positions [L] as indices of the whole tensor, and a mask that is False for padding."""
         places = self.layout.places(self.layout.rank, device)
         real = (places < self.layout.length) & (places >= self.start) & (places < self.start + self.length)
         return (places - self.start).clamp_(0, max(0, self.length - 1)), real  # some valid index for the rest
 
     def mask(self, part: torch.Tensor) -> torch.Tensor:
-        """Whether each position of ``part`` counts, of a shape that broadcasts to it."""
+        """Boolean mask of the positions that count, in a shape that broadcasts to ``part``."""
         shape = [1] * part.dim()
         shape[self.dim] = -1
         return self.local_indices(part.device)[1].view(shape)
@@ -135,8 +135,8 @@ class TokenPart:
         return part.masked_fill(~self.mask(part), 0)
 
     def enter(self, other: Any) -> Any:
-        """An argument of functions on parts. What is computed whole gets its whole gradient. A parameter
-        keeps that of this rank's positions, for a mean over ranks once a step."""
+        """Prepares an argument of functions on parts. A value computed whole gets its whole gradient. A
+        parameter keeps the gradient of this rank's positions, which is averaged over ranks once a step."""
         if self.group is None or not isinstance(other, Tensor) or not other.requires_grad or other.is_leaf:
             return other
         return scale_gradient(copy_to(other, self.group), 1 / self.layout.ranks)
@@ -225,7 +225,7 @@ class DividedTokens(DividedTensor):
         return tensor._index_tokens(args[1]) if func is Tensor.__getitem__ else NotImplemented
 
     def through(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Applies a function of the last dimension, such as a divided layer; results may be divided by V."""
+        """Applies a function of the last dimension, such as a divided layer. Results may be split along V."""
         has_features = self._at.whole_dim < self.dim() - 1
         out: torch.Tensor = self._wrap_part(function(self._part)) if has_features else function(self.whole())
         return out

@@ -27,7 +27,7 @@ class Divided:
     """The parameters that have been divided.
 
     Attributes:
-        dims: the dimension of each, by all its names where it is tied.
+        dims: the divided dimension of each parameter, by every name of a tied one.
         packings: the element order of fused parameters, by name.
     """
 
@@ -43,7 +43,7 @@ def divide(
     *,
     stream: StreamSpec | None = None,
 ) -> Divided:
-    """Divides the layers of ``model`` in place; collective where ``group`` has a mesh.
+    """Divides the layers of ``model`` in place. Collective if ``group`` has a mesh.
 
     Every rank keeps its part of the values of the first rank. Parameters on the meta device stay there.
     Tied parameters stay tied.
@@ -84,7 +84,7 @@ def divide(
 
 
 def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGroup) -> None:
-    """Divides parameters of ``model`` in place, by name, and leaves its layers as they are; collective.
+    """Divides parameters of ``model`` in place, by name, and leaves its layers as they are. Collective.
 
     Tied parameters stay tied; one that is divided already is left alone.
     """
@@ -181,7 +181,7 @@ def _make_regions(
 
 
 def _own_gather(modules: Mapping[str, nn.Module], spec: RegionSpec) -> Gather | None:
-    # What a gather in fewer bits returns only the columns' own product can read.
+    # Only the product of these columns can read the result of a gather in fewer bits.
     columns: list[Any] = [modules[path] for path in spec.columns]
     has_one = spec.one_use and all(kind_of(column) is ROUNDING for column in columns)
     return columns[0].gathered if has_one else None

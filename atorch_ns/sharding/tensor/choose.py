@@ -84,7 +84,7 @@ def choose_plan(
         source: where a plan comes from if the user gives none.
         sequence_dim: the dimension of the sequence, to divide it between divided layers.
         run_numerics: whether the self-test compares numbers, not shapes alone.
-        device: where it computes them.
+        device: the device that computes these numbers.
         undivided: whether attention whose heads the degree does not divide is an error or stays whole.
         vocabulary: whether the vocabulary's embedding and head are divided, where the user gives no plan.
         find_parts: whether the sizes of fused layers are found, where the user's plan fails without them.
@@ -136,7 +136,7 @@ def choose_plan(
 
 
 def find_dims(model: nn.Module, batch: Any, run: Run) -> ParameterDims:
-    """The parameters that a found plan divides, for prices, which hold for any degree.
+    """The parameters that a found plan divides. Used for cost estimates, and valid for any degree.
 
     Args:
         model, batch, run: as for :func:`trace_layers`.
@@ -255,7 +255,7 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
             "found."
         )
     works = _degrees_by_size(model, graph)
-    # Where this degree divides the sizes of a region, something else is in the way of others as well.
+    # If this degree divides the sizes of a region, the obstacle lies elsewhere and stops other degrees too.
     return no_layer_divides(model, degree, plan.left, [] if degree in works else works)
 
 
@@ -368,8 +368,8 @@ def _with_uses_of_input(spec: RegionSpec, graph: LayerGraph, dim: int) -> Region
 
 
 def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec | None) -> None:
-    # Of a partial gradient each rank has a summand; from code outside the blocks each has the whole:
-    # no sum or mean over ranks is right for both.
+    # Each rank has a summand of a partial gradient, but the whole gradient from code outside the blocks.
+    # Neither a sum nor a mean over ranks is right for both.
     for name in sorted(partial):
         users = graph.blocks.users.get(name, set())
         inside = {path for path in users if (stream.holds(path) if stream is not None and path else path)}

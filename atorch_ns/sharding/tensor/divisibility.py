@@ -39,7 +39,7 @@ def misfits(model: nn.Module, layout: Layout, degree: int) -> dict[str, str]:
 
 
 def parameter_dims(module: nn.Module, layer: LayerStyle) -> Dims:
-    """The dimension, and the parts of fused ones, of each divided parameter, by its name in ``module``."""
+    """The dimension of each divided parameter and the parts of fused ones, by name in ``module``."""
     if isinstance(module, nn.MultiheadAttention):
         return attention_dims(module)
     kind = kind_of(module)

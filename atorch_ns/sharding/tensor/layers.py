@@ -44,9 +44,9 @@ def _not_compiled(forward: F) -> F:
 
 @dataclass
 class _Setting:
-    kind: LayerKind  # of the layer when it was whole
+    kind: LayerKind  # kind of the layer before it was divided
     group: TensorGroup
-    region: Region | None  # that it begins or ends; None for embeddings and heads
+    region: Region | None  # region that it begins or ends; None for embeddings and heads
     keeps_divided: bool = False  # whether a head leaves its outputs divided
 
 
@@ -112,7 +112,7 @@ class RoundingLinear(Protocol):
 
 
 TRACEABLE = (LINEAR, CONV1D, ROUNDING)
-"""Kinds of divided layers that a compiler can take into a graph: not those whose own code computes them."""
+"""Kinds of divided layers that a compiler can put into a graph. Layers with their own code are excluded."""
 
 
 class _TracedColumn:

@@ -66,11 +66,11 @@ class _Home:
     """The hooks of one module that sees stand-ins."""
 
     def __init__(self, path: str, names: Sequence[str], degree: int) -> None:
-        self._path = path  # of the module, for messages
-        self._names = names  # of the arguments of its forward that are replaced
+        self._path = path  # path of the module, for messages
+        self._names = names  # arguments of its forward that are replaced
         self._degree = degree  # n
-        self._places: dict[str, int] = {}  # of these among all arguments
-        self._inputs: dict[int, torch.Tensor] = {}  # by module: what it gets in place of a stand-in
+        self._places: dict[str, int] = {}  # their positions among all arguments
+        self._inputs: dict[int, torch.Tensor] = {}  # by module: the input that replaces a stand-in
 
     def attach(self, home: nn.Module, layer_ids: set[int], columns: set[int]) -> None:
         order = list(inspect.signature(home.forward).parameters)

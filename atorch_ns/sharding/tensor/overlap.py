@@ -20,7 +20,7 @@ from atorch_ns.sharding.tensor.plan import CONV1D, LINEAR, LayerKind
 
 
 def can_overlap(group: TensorGroup, kind: LayerKind, x: torch.Tensor) -> bool:
-    """Whether a layer of that kind computes ``x`` in halves."""
+    """Returns whether a layer of that kind computes ``x`` in halves."""
     return group.overlap and kind in (LINEAR, CONV1D) and x.dim() > 1
 
 
@@ -94,7 +94,7 @@ class _Columns(torch.autograd.Function):
             return None if of_others is None else total(of_others, ctx.group), None, None, None, None
         x, weight = ctx.saved_tensors  # once: a recomputation gives each a single time
         totals = _Totals(ctx.group)
-        halves = gradient.chunk(2)  # of samples; one if there is one sample
+        halves = gradient.chunk(2)  # splits samples; a single sample stays in one chunk
         others = [None] * len(halves) if of_others is None else of_others.chunk(2)
         for half, other in zip(halves, others, strict=True):
             of_input = _of_input(ctx, half, weight)

@@ -96,7 +96,7 @@ LINEAR = LayerKind("linear", 0, 1, _compute_linear, ("out_features", "in_feature
 CONV1D = LayerKind("Conv1D", 1, 0, _compute_conv1d, ("nf", "nx"))  # of transformers, for GPT-2
 EMBEDDING = LayerKind("embedding", 0, 1, _embed_ids, ("", ""))  # no attribute is divided
 ROUNDING = LayerKind("linear", 0, 1, _by_product, ("out_features", "in_features"))
-"""Of a :class:`~atorch_ns.sharding.tensor.layers.RoundingLinear`."""
+"""The kind of a :class:`~atorch_ns.sharding.tensor.layers.RoundingLinear`."""
 # Classes with a forward of their own, which runs on a part of the weight.
 _LINEAR_AS_WRITTEN = LayerKind("linear", 0, 1, _as_written, ("out_features", "in_features"))
 _EMBEDDING_AS_WRITTEN = LayerKind("embedding", 0, 1, _as_written, ("", ""))
@@ -175,7 +175,7 @@ class TensorPlan:
         parts: output sizes of the matrices fused in a layer, by pattern.
         narrow_inputs: patterns of arguments of ``forward`` (``"h.*.attn.x"``) that code sees with the width
             of one rank, since it takes their width for that of its results.
-        where: who made the plan.
+        where: the source of the plan.
         left: reasons why layers stay whole, by path or pattern (``"blocks.*.attn.{q,k,v,o}"``).
     """
 
@@ -303,7 +303,7 @@ class RegionSpec:
         columns: paths of the column-parallel layers that begin it.
         rows: paths of the row-parallel layers that end it.
         random: whether random numbers are drawn inside.
-        one_input: whether the columns all take the stream that the module around them gets, as it is.
+        one_input: whether all columns take the unchanged input stream of the module around them.
         one_use: whether nothing else in that module reads the stream.
     """
 
@@ -319,7 +319,7 @@ class RegionSpec:
         return (*self.columns, *self.rows)
 
     def crosses(self, path: str) -> bool:
-        """Whether some of its layers lie in the module at ``path``, and some outside."""
+        """Returns whether some of its layers lie in the module at ``path``, and some outside."""
         return len({is_inside(layer, path) for layer in self.layers}) > 1
 
     def within(self, prefix: str) -> RegionSpec:
@@ -416,7 +416,7 @@ def relative(path: str, parent: str) -> str:
 
 
 def is_inside(path: str, parent: str) -> bool:
-    """Whether ``path`` lies in the module at the path ``parent``; the empty path is the model's."""
+    """Returns whether ``path`` lies in the module at the path ``parent``; the empty path is the model's."""
     return not parent or path.startswith(f"{parent}.")
 
 
@@ -450,7 +450,7 @@ def argument_paths(model: nn.Module) -> list[str]:
 
 
 def integers(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Path and value of a module's integer attributes and its settings', and whether of the latter."""
+    """Yields path and value of each integer of a module or its settings, and whether it is a setting."""
     for name, value in vars(module).items():
         if type(value) is int:  # not bool
             yield name, value, False
@@ -471,7 +471,7 @@ def integer_paths(model: nn.Module) -> list[str]:
 
 
 def is_settings(value: Any) -> bool:
-    """Whether a module's attribute is an object that holds the model's settings."""
+    """Returns whether a module's attribute is an object that holds the model's settings."""
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
 
 

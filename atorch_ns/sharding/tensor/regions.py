@@ -226,7 +226,7 @@ def _sorted_numbers(
 
 
 def counts_heads(path: str) -> bool:
-    """Whether the name of a number, which may be a path, says that it counts attention heads."""
+    """Returns whether the name of a number, which may be a path, says that it counts attention heads."""
     name = path.rpartition(".")[2].lower()
     if name in ("h", "n_h", "nh", "nhead", "n_head", "heads", "kv", "n_kv", "num_kv"):
         return True

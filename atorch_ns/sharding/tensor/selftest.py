@@ -64,17 +64,17 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the unit computes divided what it computes whole."""
+        """True if the unit computes divided what it computes whole."""
         return not self.reason
 
 
 @dataclass(frozen=True)
 class UnitFailure:
-    """A unit that computes something else when it is divided.
+    """A unit that computes a different result when it is divided.
 
     Attributes:
         path: the unit's path.
-        reason: what showed it, as a clause.
+        reason: the evidence, as a clause.
         alike: the paths of all units of its kind, its own included.
     """
 
@@ -251,7 +251,7 @@ class _Noting:
     """First base of a class whose objects tell which attributes are read."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Leaves out what the other base does with its subclasses."""
+        """Skips the other base's handling of its subclasses."""
 
 
 def _note_reads(module: nn.Module, names: set[str]) -> None:

@@ -40,7 +40,7 @@ class StreamSpec:
     tight: bool = True
 
     def holds(self, path: str) -> bool:
-        """Whether the module at ``path`` is one of the blocks or lies in one."""
+        """Returns whether the module at ``path`` is one of the blocks or lies in one."""
         return any(not b or path == b or path.startswith(f"{b}.") for chain in self.chains for b in chain)
 
 

@@ -121,7 +121,7 @@ class LayerGraph:
         return next((self.stages[home] for home in homes if home in self.stages), None)
 
     def reads_in_code(self, tensor: torch.Tensor) -> bool:
-        """Whether an operator outside layers reads an argument of :attr:`calls`."""
+        """Returns whether an operator outside layers reads an argument of :attr:`calls`."""
         return _storage_id(tensor) in self.read_by_code
 
 
@@ -141,7 +141,7 @@ def trace_layers(
         batch: a sample batch on the CPU, as ``run`` takes it.
         multiple_of: a divisor of the number of tokens, where that is chosen here.
         chains: whether to look for chains of blocks, between which the sequence can stay divided.
-        loss: followed for what it uses of blocks; a loss that fails here is ignored.
+        loss: traced for its uses of blocks' values. A loss that fails here is ignored.
 
     Raises:
         InputError: as :func:`find_chains`.
@@ -237,7 +237,7 @@ def _with_memory(subject: TracedModel, sizes: tuple[int, int]) -> Iterator[tuple
 
 
 class _Flow(TorchDispatchMode):
-    """Follows outputs of layers through operators, and what blocks make of inputs, by storage."""
+    """Follows outputs of layers, and values that blocks compute from inputs, through operators by storage."""
 
     def __init__(self, models: tuple[nn.Module, nn.Module], graph: LayerGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -272,7 +272,7 @@ class _Flow(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         inputs = tensors_of((args, tuple(kwargs.values())))
         sources = set().union(*(self.of(tensor) for tensor in inputs))
-        # An operator outside layers: what it reads is read by code of the model.
+        # The model's code reads the inputs of an operator outside layers.
         if not self._active and func.namespace != "prim":  # which asks for the device
             self._graph.read_by_code.update(map(_storage_id, inputs))
             self._alive += [tensor.untyped_storage() for tensor in inputs]
@@ -284,7 +284,7 @@ class _Flow(TorchDispatchMode):
             self._graph.random |= sources
         self._note_block(func, memories)
         output = func(*args, **kwargs)
-        # What a block makes of its hidden states is its own until the block returns it.
+        # A value that a block computes from its hidden states is internal until the block returns it.
         if self._block and any(memory in self._streams or memory in self._makers for memory in memories):
             for tensor in (*unique_tensors_of(output), *_written_tensors(func, args, kwargs)):
                 if _storage_id(tensor) not in self._streams:

@@ -75,7 +75,7 @@ class TestedUnit:
     def _map_inputs(
         self, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        memo: dict[int, torch.Tensor] = {}  # by id: what was one tensor stays one
+        memo: dict[int, torch.Tensor] = {}  # by id, so that a tensor used twice stays one
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in memo:

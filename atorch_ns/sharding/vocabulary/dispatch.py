@@ -35,7 +35,7 @@ _VIEWS = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 
 @dataclass(frozen=True)
 class Kept:
-    """The result of a function on a part, divided too.
+    """The divided result of a function on a part.
 
     Attributes:
         parts: this rank's parts of the resulting tensors.

@@ -29,7 +29,7 @@ _PIECES = 8
 def cross_entropy_on_parts(
     part: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall, *, group: Group
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy`` of the whole logits, the same on every rank; collective.
+    """``torch.nn.functional.cross_entropy`` of the whole logits, the same on every rank. Collective.
 
     Args:
         part: this rank's [N, V / n], [V / n] or [N, V / n, …].

@@ -101,7 +101,7 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], *
             return study
         except Exception as error:
             study.failure = error_line(error)
-            if study.uses.changed:  # a change in place is refused in any other way too
+            if study.uses.changed:  # every other way to run refuses in-place changes too
                 return study
     return study
 
@@ -133,7 +133,7 @@ def compare_losses(
         The error in units of the largest value; 0 where no loss uses the logits.
 
     Raises:
-        Exception: what the loss raises.
+        Exception: the exception of the loss.
     """
 
     def replay(group: SimulatedGroup) -> float:
@@ -164,7 +164,7 @@ def _loss_errors(
     for mine, gradients, shares in simulate(degree, run, device):
         yield relative_error(mine, whole)
         for gradient, reference, share in zip(gradients, references, shares, strict=True):
-            # On the scale of the whole gradient: the share of one rank may be all but zero.
+            # Compares on the scale of the whole gradient, since one rank's share may be almost zero.
             yield relative_error(gradient, share(reference), floor=largest(reference))
 
 

@@ -176,7 +176,7 @@ _AXES: Final = {f"parallelism_config.parallelism_config_{key}_size": axis for ke
 
 
 def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
-    """The strategy that the Accelerate config ``document`` of the file ``name`` amounts to.
+    """Converts the Accelerate config ``document`` of the file ``name`` to a strategy.
 
     Raises:
         StrategyFileError: if a value means nothing.

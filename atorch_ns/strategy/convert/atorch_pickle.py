@@ -23,7 +23,7 @@ _STRATEGY_CLASSES = frozenset(
 
 
 class _PickledObject:
-    """Stands for an ATorch object; keeps its state and does nothing with it."""
+    """Placeholder of an ATorch object, which only keeps the object's state."""
 
     def __init__(self, *items: Any) -> None:
         self.items = list(items)
@@ -98,7 +98,7 @@ def _check_class(name: str) -> None:
 
 
 def _no_module_class(module: str, name: str) -> str | None:
-    """Why a name is known to be no class of ``torch.nn.Module``; ``None`` if it may be one."""
+    """The reason why a name cannot be a subclass of ``torch.nn.Module``; ``None`` if it may be one."""
     if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:  # a script may define modules
         return f"{module} belongs to Python's own library, which has no torch.nn.Module"
     if module not in sys.modules:

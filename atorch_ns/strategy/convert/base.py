@@ -60,7 +60,7 @@ def _without_comments(text: str) -> str:
 
 
 class Remark(NamedTuple):
-    """A key of the other system's file, and what became of it."""
+    """A key of the other system's file, and its outcome."""
 
     key: str
     text: str
@@ -75,7 +75,7 @@ class Conversion:
         source: the system: ``"atorch"``, ``"accelerate"`` or ``"deepspeed"``.
         carried: the keys that became part of the strategy, and how.
         left_out: the keys that did not, each with the reason.
-        warnings: what would train otherwise than the file's author may think, and what to do.
+        warnings: possible surprises in training for the file's author, with advice.
     """
 
     strategy: Strategy
@@ -118,9 +118,9 @@ class Converter:
     _warnings: list[str] = field(default_factory=list, init=False)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key, with dots between nested keys; the caller says what became of it.
+        """The value of a key, with dots between nested keys. The caller records its outcome.
 
-        What another program fills in later, ``"auto"``, counts as not given, and is left out.
+        The value ``"auto"``, which another program fills in later, counts as not given and is left out.
         """
         value = self.raw(key)
         if value is None:
@@ -131,14 +131,14 @@ class Converter:
         return value
 
     def raw(self, key: str) -> Any:
-        """The value of a key as it stands in the file, ``"auto"`` included; nothing is said of it."""
+        """The value of a key as in the file, ``"auto"`` included. No outcome is recorded."""
         value: Any = self.document
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def flag(self, key: str, *, on: str, off: str) -> bool:
-        """Whether a key says yes, if it is there; carried as ``on`` or ``off``, with ``{}`` for its value."""
+        """Whether a key is present and true. Carries it as ``on`` or ``off``, with ``{}`` for its value."""
         value = self.take(key)
         if value is None:
             return False
@@ -173,11 +173,11 @@ class Converter:
         return self._steps.get(method)
 
     def carry(self, key: str, text: str) -> None:
-        """Says what a key became."""
+        """Records the counterpart of a key."""
         self._carried.append(Remark(key, text))
 
     def leave(self, key: str, reason: str) -> None:
-        """Says why a key became nothing."""
+        """Records why a key has no counterpart."""
         remark = Remark(key, reason)
         if remark not in self._left_out:
             self._left_out.append(remark)
@@ -188,7 +188,7 @@ class Converter:
         return any(key == each or key.startswith(f"{each}.") for each in keys)
 
     def warn(self, text: str) -> None:
-        """Says what would train otherwise than the file's author may think, and what to do."""
+        """Adds a warning about a surprise in training for the file's author, with advice."""
         self._warnings.append(text)
 
     def absorb(self, other: Converter, *, prefix: str) -> None:
@@ -201,7 +201,7 @@ class Converter:
         self._warnings += other._warnings
 
     def finish(self, requires: Requires) -> Conversion:
-        """The conversion; ``requires`` is what the file says of the setting."""
+        """The conversion. ``requires`` is the setting from the file."""
         self._leave_the_rest()
         steps = [(name, self._steps[name] or None) for name in _ORDER if name in self._steps]
         return Conversion(
@@ -308,7 +308,7 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
 
 
 def read_reasons(source: str) -> dict[str, str]:
-    """Why keys of another system have no counterpart, by patterns of them, from ``reasons.csv``."""
+    """Reasons why keys of another system have no counterpart, by key pattern, from ``reasons.csv``."""
     rows = table_rows(Path(__file__).with_name("reasons.csv"))
     return {row["key"]: row["reason"] for row in rows if row["source"] == source}
 
@@ -354,7 +354,7 @@ _LOST: Final = {
 def read_offload(
     converter: Converter, method: str, devices: Mapping[str, tuple[str, Any]], *, one_process: bool = False
 ) -> None:
-    """Adds what keeps things in host memory. Read the precision first: it decides what composes.
+    """Adds the method for offloading to host memory. Read the precision first, since it limits the choice.
 
     Args:
         converter: holds the precision and the method of the ZeRO stage.
@@ -397,7 +397,7 @@ def read_offload(
 
 
 def _into_host_memory(converter: Converter, method: str, *, one_process: bool) -> str:
-    """Adds the method that offloads, and returns what it does in words."""
+    """Adds the offloading method, and returns its effect in words."""
     if method == "fsdp":
         converter.use("fsdp", cpu_offload=True)
         return f"fsdp.cpu_offload: {_TOGETHER}"

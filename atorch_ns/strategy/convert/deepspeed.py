@@ -33,7 +33,7 @@ _METHOD_OF_STAGE: Final = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"}
 
 
 def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
-    """The strategy that the DeepSpeed config ``document`` of the file ``name`` amounts to.
+    """Converts the DeepSpeed config ``document`` of the file ``name`` to a strategy.
 
     Raises:
         StrategyFileError: if a value means nothing.
@@ -266,7 +266,7 @@ def _fill_document(converter: Converter, document: Mapping[str, Any], file: str)
 
 
 def _fill_key(document: dict[str, Any], key: str, value: Any) -> bool:
-    """Puts a value in the place of an ``"auto"``; whether there was one."""
+    """Replaces an ``"auto"`` by a value. Returns whether there was one."""
     *parents, last = key.split(".")
     inner: Any = document
     for part in parents:
