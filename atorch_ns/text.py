@@ -53,7 +53,7 @@ def with_period(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def clipped(text: str, num_chars: int) -> str:
+def clip_text(text: str, num_chars: int) -> str:
     """The text, cut and ended by ``...`` if it has more than ``num_chars`` characters."""
     return text if len(text) <= num_chars else f"{text[: num_chars - 3]}..."
 
@@ -64,7 +64,7 @@ def first_few(texts: Sequence[str], number: int = 5, separator: str = ", ") -> s
     return separator.join([*texts[:number], *more])
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def count_noun(number: int, noun: str, plural: str = "") -> str:
     """A number and its noun: ``"1 rank"``, ``"2 ranks"``."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
@@ -78,7 +78,7 @@ def error_text(error: BaseException, max_characters: int | None = None) -> str:
     """
     name, text = type(error).__name__, str(error).strip()
     if max_characters is not None:
-        text = clipped(text, max_characters)
+        text = clip_text(text, max_characters)
     return f"{name}: {text}" if text else name
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.cluster import Cluster, gathered
+from atorch_ns.cluster import Cluster, gather_values
 from atorch_ns.errors import BackendError, InputError, Problem, StepError
 from atorch_ns.job import Job, ParameterStates, explained_groups
 from atorch_ns.method import Conflict
@@ -139,7 +139,7 @@ def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
     assert job.mesh is not None
     size = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     # Each rank's gradients decide about its loss scale, so a rank without any cannot take part.
-    counts = gathered(size, distributed=True, group=job.mesh.data_group)
+    counts = gather_values(size, distributed=True, group=job.mesh.data_group)
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
         raise BackendError(

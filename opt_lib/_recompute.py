@@ -14,7 +14,7 @@ from atorch_ns.capture.nests import can_be_written, copied_state
 from atorch_ns.torch_compat import leave_uncompiled
 
 
-def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def offload_saved(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Makes ``function(module, *args, **kwargs)`` save tensors for backward in pinned host memory.
 
     A recomputed module saves only its positional inputs. Copies do not overlap computation; a CPU needs none.

@@ -25,7 +25,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper, plain_name
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
-from opt_lib._recompute import BufferSafeRecompute, offloaded
+from opt_lib._recompute import BufferSafeRecompute, offload_saved
 from opt_lib._recompute_chunks import Chunk
 
 
@@ -179,7 +179,7 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
         if not config.preserve_rng_state:
             _warn_of_dropout(job, config)
         if config.offload:
-            function = offloaded(function, job.device)
+            function = offload_saved(function, job.device)
         targets = _find_targets(job.module, config)
         if config.chunk > 1:
             _refuse_chunks(job, config)

@@ -21,7 +21,7 @@ from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from atorch_ns.text import clipped, counted, first_few
+from atorch_ns.text import clip_text, count_noun, first_few
 from atorch_ns.torch_compat import (
     compile_forward,
     compile_records,
@@ -83,8 +83,8 @@ class CompileWatch:
         if not self.num_calls:
             return "nothing compiled yet: blocks are compiled at their first call"
         text = (
-            f"{counted(self.num_graphs, 'graph')}, {counted(self.breaks.total(), 'graph break')}"
-            f"{_format_reasons(self.breaks)}, {counted(self.recompiled.total(), 'recompile')}{_format_reasons(self.recompiled)}"
+            f"{count_noun(self.num_graphs, 'graph')}, {count_noun(self.breaks.total(), 'graph break')}"
+            f"{_format_reasons(self.breaks)}, {count_noun(self.recompiled.total(), 'recompile')}{_format_reasons(self.recompiled)}"
         )
         return f"{text}; a function hit the recompile limit and runs uncompiled" if self.hit_limit else text
 
@@ -114,7 +114,7 @@ class CompileWatch:
 def _shorten_guard(reason: str) -> str:
     # A reason begins with the number of the compilation, as "0/1: ".
     head, _, rest = reason.partition(": ")
-    return clipped(" ".join((rest if "/" in head else reason).split()), _WIDTH)
+    return clip_text(" ".join((rest if "/" in head else reason).split()), _WIDTH)
 
 
 def _format_reasons(reasons: Counter[str]) -> str:

@@ -25,7 +25,7 @@ from atorch_ns.job.reducer import GradientReducer, require_dense_gradients, spar
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from atorch_ns.text import counted, first_few
+from atorch_ns.text import count_noun, first_few
 from atorch_ns.torch_compat import (
     SetsInside,
     after_backward,
@@ -330,7 +330,7 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
         reducer.wait_until_told()  # micro-batches come in the order of a schedule
     job.gradients.reducer, job.gradients.skip_sync = reducer, reducer.no_sync
     job.explain(
-        "ddp", f"gradients are averaged in {counted(reducer.num_buckets, 'bucket')} of result.reducer"
+        "ddp", f"gradients are averaged in {count_noun(reducer.num_buckets, 'bucket')} of result.reducer"
     )
 
 

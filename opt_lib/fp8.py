@@ -20,9 +20,9 @@ from opt_lib._fp8.select import (
     HEAD_NAMES,
     Selection,
     find_linears,
-    folded,
+    fold_names,
     lora_layers,
-    unmatched,
+    unmatched_parts,
 )
 
 __all__ = ["Fp8", "Fp8Config"]
@@ -107,7 +107,7 @@ class Fp8(Method[Fp8Config]):
             return []
         return [
             Problem(
-                message=f"{folded(adapters)} are LoRA layers of peft: in fp8 the products of their narrow matrices "
+                message=f"{fold_names(adapters)} are LoRA layers of peft: in fp8 the products of their narrow matrices "
                 "lose what they train, and neither package supports them. Leave fp8 out, or list their names in exclude",
                 method=self.name,
             )
@@ -168,14 +168,14 @@ class Fp8(Method[Fp8Config]):
         package = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
         suffix = ", emulated" if backend == "torchao" and config.emulate else ""
         if selection.replaced:
-            job.explain(self.name, f"by {package}{suffix}: {folded(selection.replaced)}")
+            job.explain(self.name, f"by {package}{suffix}: {fold_names(selection.replaced)}")
             if selection.kept:
                 job.explain(self.name, f"not replaced: {selection.describe_kept()}")
         else:
             job.explain(self.name, f"nothing was replaced: {selection.why_nothing()}")
         if selection.heads and selection.replaced:
             job.warn(
-                f"fp8: {folded(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
+                f"fp8: {fold_names(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
                 "include to run it in fp8, or in exclude to silence this warning"
             )
         for part, reason in selection.refused(config.include or ()).items() if selection.replaced else ():
@@ -185,7 +185,7 @@ class Fp8(Method[Fp8Config]):
 
     def _tell_unmatched(self, job: Job, config: Fp8Config) -> None:
         for key, parts in (("include", config.include or ()), ("exclude", config.exclude)):
-            for part, near in unmatched(job.module, parts).items():
+            for part, near in unmatched_parts(job.module, parts).items():
                 nearest = f" Nearest: {', '.join(near)}." if near else ""
                 job.warn(f"fp8: no linear's name contains {part!r} from {key}.{nearest}")
 

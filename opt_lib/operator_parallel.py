@@ -34,12 +34,12 @@ from atorch_ns.operators import (
     check_division,
     division_of,
     find_plan,
-    refitted,
+    refit_plan,
 )
 from atorch_ns.pipeline import own_units
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import TensorGroup, divide_parameters
-from atorch_ns.sharding.rank_context import isolated
+from atorch_ns.sharding.rank_context import call_in_thread
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.sample_batch import common_sample, local_batch_size
 from opt_lib._sharded.units import broadcast_from_first
@@ -208,12 +208,12 @@ def _find_division(
 
     # For calls that the plan was not made for: without a mask, in evaluation, with indivisible sizes.
     def other() -> OperatorPlan:
-        return refitted(decision.run, graph, group.size, _job_prices(job, group.size), device=job.device)
+        return refit_plan(decision.run, graph, group.size, _job_prices(job, group.size), device=job.device)
 
     assert group.mesh is not None
     proposal: OperatorPlan | InputError | None = None
     if group.rank == 0:  # collective, as the call itself is
-        proposal = or_refusal(lambda: isolated(other, job.device))
+        proposal = or_refusal(lambda: call_in_thread(other, job.device))
     reply = from_first(proposal, distributed=True, group=group.mesh.get_group())
     result = cast("OperatorPlan | InputError", reply)
     if isinstance(result, InputError):

@@ -34,20 +34,20 @@ LINES = {
     "apply": 283,
     "method": 707,
     "job": 5_951,  # to be 3_100
-    "operators": 4_778,  # to be 4_050
-    "pipeline": 4_419,  # to be 4_100
-    "sharding": 7_801,  # to be 6_200
+    "operators": 4_787,  # to be 4_050
+    "pipeline": 4_411,  # to be 4_100
+    "sharding": 7_809,  # to be 6_200
     "tracking": 477,
     "data": 1_173,  # to be 1_400
-    "strategy": 1_840,  # to be 1_800
+    "strategy": 1_827,  # to be 1_800
     "profile": 2_814,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 582,  # to be 1_550
-    "cluster": 3_007,  # to be 2_600
-    "capture": 2_213,  # to be 2_900
+    "cluster": 3_008,  # to be 2_600
+    "capture": 2_202,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_590,  # to be 1_000
-    "opt_lib": 10_131,  # to be 8_300
+    "opt_lib": 10_145,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
@@ -189,7 +189,7 @@ IRREGULAR = {
     "begun", "bound", "brought", "chosen", "done", "drawn", "driven", "gone", "grown", "kept", "known", "left", "lost", "met",
     "sent", "shown", "seen", "spent", "taken", "thrown", "told", "written",
 }  # fmt: skip
-MOST_PARTICIPLES = 420
+MOST_PARTICIPLES = 381
 VERBS = {"atorch_ns/job/job.py: place"}
 OF_FILES = {"atorch_ns/pipeline/run/stage.py: held", "atorch_ns/profile/trace.py: held"}
 """A stage's submodule, whose name is part of the paths of its parameters, and a field of a saved profile."""

@@ -9,7 +9,7 @@ import pytest
 from atorch_ns import text as text_module
 from atorch_ns.text import (
     bytes_text,
-    clipped,
+    clip_text,
     count_text,
     error_text,
     factor_text,
@@ -74,8 +74,8 @@ def test_factors_have_three_digits(factor: float, text: str) -> None:
 
 
 def test_long_texts_and_lists_are_shortened() -> None:
-    assert clipped("12345678", 8) == "12345678"
-    assert clipped("123456789", 8) == "12345..."
+    assert clip_text("12345678", 8) == "12345678"
+    assert clip_text("123456789", 8) == "12345..."
     assert first_few(["a", "b"], 2) == "a, b"
     assert first_few(["a", "b", "c"], 2) == "a, b, and 1 more"
     assert first_few(["a", "b", "c", "d"], 2, "; ") == "a; b; and 2 more"

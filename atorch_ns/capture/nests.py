@@ -118,7 +118,7 @@ def resized_shape(
     return (new_samples, *rest)
 
 
-def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def resize(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A copy of ``tensor`` with each dim cut or repeated to the sizes of ``shape``."""
     for dim, size in enumerate(shape):
         if size != tensor.shape[dim]:
@@ -129,7 +129,7 @@ def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def resized_batch(batch: Any, sizes: tuple[int, int], new_sizes: tuple[int, int]) -> Any:
     """A copy of a batch of (B, T), cut or repeated to new sizes."""
     return map_tensors(
-        lambda tensor: resized(tensor, resized_shape(tuple(tensor.shape), sizes, new_sizes)), batch
+        lambda tensor: resize(tensor, resized_shape(tuple(tensor.shape), sizes, new_sizes)), batch
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def imported(name: str) -> ModuleType:
+def import_once(name: str) -> ModuleType:
     """Imports a module by its dotted name, or returns it if its file was imported under another name.
 
     Raises:
@@ -275,7 +275,7 @@ def _import_user_module(target: str, option: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return imported_file(Path(target)) if target.endswith(".py") else imported(target)
+        return imported_file(Path(target)) if target.endswith(".py") else import_once(target)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{target}.".startswith(
             f"{error.name}."

@@ -24,7 +24,7 @@ from atorch_ns.checkpoint.manifest import (
     encode,
     record_groups,
 )
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import (
     Job,
@@ -171,7 +171,7 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
         return contents
     manifest = contents.manifest
     values = {} if manifest.optimizer is None else manifest.optimizer.values
-    of_ranks = gathered((values, manifest.rng_digests), distributed=True)
+    of_ranks = gather_values((values, manifest.rng_digests), distributed=True)
     update: dict[str, Any] = {"rng_digests": tuple(digest for _, digests in of_ranks for digest in digests)}
     if manifest.optimizer is not None:
         values_by_parameter = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}

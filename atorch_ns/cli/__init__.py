@@ -22,9 +22,11 @@ from atorch_ns.cli import (
     train,
     verify,
 )
-from atorch_ns.cli._failures import described, exit_code, failure_record, split_debug, usage_error, wants_json
+from atorch_ns.cli._failures import describe, exit_code, failure_record, split_debug, usage_error, wants_json
 
-__all__ = ["app", "exit_code", "main"]
+__all__ = [
+    "app", "exit_code", "main",
+]  # fmt: skip
 
 app = typer.Typer(
     name="atorch-ns",
@@ -87,8 +89,8 @@ def main() -> None:
         raise
     except Exception as error:
         if as_json:
-            typer.echo(failure_record(described(error), exit_code(error)))
+            typer.echo(failure_record(describe(error), exit_code(error)))
         if debug:
             raise
-        typer.echo(f"atorch-ns: {described(error)}", err=True)
+        typer.echo(f"atorch-ns: {describe(error)}", err=True)
         sys.exit(exit_code(error))

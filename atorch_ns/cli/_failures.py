@@ -30,7 +30,7 @@ def exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, (InputError, LayoutError, StrategyError)) else 1
 
 
-def described(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """An error in a line or more, for people."""
     if isinstance(error, AtorchError):
         return str(error)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from atorch_ns.capture.user_code import build_model, load_object, load_sample
-from atorch_ns.cli._failures import described, exit_code
+from atorch_ns.cli._failures import describe, exit_code
 from atorch_ns.cli._planning import read_strategy, say
 from atorch_ns.errors import BackendError, InputError
 from atorch_ns.system import write_whole
-from atorch_ns.text import counted, error_text, with_article
+from atorch_ns.text import count_noun, error_text, with_article
 
 _SEED = 0  # the same on all ranks, and in each run of verify --script
 
@@ -197,7 +197,7 @@ def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | No
         if tell is not None:
             where = f" on {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
             tell(
-                f"measuring {counted(cluster.world_size, 'rank')}{where}, each {found_on[0]} ({cluster.device_type}) …"
+                f"measuring {count_noun(cluster.world_size, 'rank')}{where}, each {found_on[0]} ({cluster.device_type}) …"
             )
         figures = measure(cluster, seconds=request["seconds"], thorough=True, say=tell)
     if cluster.rank:
@@ -237,7 +237,7 @@ def _attempt_work(
         if request.get("debug"):
             traceback.print_exc()
         code = exit_code(error)
-        answer = {"error": described(error), "code": code, "kind": type(error).__name__}
+        answer = {"error": describe(error), "code": code, "kind": type(error).__name__}
         return code, answer
 
 

@@ -11,7 +11,7 @@ import typer
 from atorch_ns.cli._options import AsJson
 from atorch_ns.cli._planning import print_json
 from atorch_ns.errors import InputError
-from atorch_ns.text import bytes_text, counted, seconds_text
+from atorch_ns.text import bytes_text, count_noun, seconds_text
 
 if TYPE_CHECKING:
     from atorch_ns.search import StudyRecord, TrialRecord
@@ -87,8 +87,8 @@ def _study_lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
         if setting
         else "setting unknown"
     )
-    searches = f"{counted(study.num_searches, 'search', 'searches')} ended"
-    lines = [f"{study.name}  {where}; {searches}, {counted(len(study.trials), 'trial')}"]
+    searches = f"{count_noun(study.num_searches, 'search', 'searches')} ended"
+    lines = [f"{study.name}  {where}; {searches}, {count_noun(len(study.trials), 'trial')}"]
     if study.best is not None:
         lines.append(
             f"  best: {study.best['label']}, {seconds_text(float(study.best['seconds']))} per step (measured)"

@@ -125,12 +125,12 @@ def _plan_operators(
 
     from atorch_ns.data import call_arguments
     from atorch_ns.operators import OperatorPrices, States, capture_shallow, costs_text, solved_plan
-    from atorch_ns.text import counted
+    from atorch_ns.text import count_noun
 
     cluster = make_cluster(inputs.cluster)
     if inputs.cluster is not None and degree > cluster.world_size:
         raise InputError(
-            f"--operators {degree} is more than the cluster's {counted(cluster.world_size, 'device')}."
+            f"--operators {degree} is more than the cluster's {count_noun(cluster.world_size, 'device')}."
         )
     network, batch, how = make_model(inputs)
     args, kwargs = call_arguments(network, batch, None if how == "none" else how)

@@ -10,7 +10,7 @@ import typer
 
 from atorch_ns.cli._options import AsJson
 from atorch_ns.cli._planning import one_node, print_json, say
-from atorch_ns.text import counted
+from atorch_ns.text import count_noun
 
 app = typer.Typer(help="Show, check, compare and convert strategy files.", no_args_is_help=True)
 
@@ -59,7 +59,7 @@ def validate(
         )
     strategy = Strategy.load(file)
     cluster = one_node(world_size or strategy.requires.world_size or 1)
-    processes = counted(cluster.world_size, "process", "processes")
+    processes = count_noun(cluster.world_size, "process", "processes")
     answer = {"schema": 1, "valid": False, "world_size": cluster.world_size, "strategy": str(strategy)}
     try:
         resolution = resolve(strategy, cluster, load_registry())

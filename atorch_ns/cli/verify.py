@@ -14,7 +14,7 @@ from atorch_ns.cli import _options as options
 from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import check_strategy_is_there, say
 from atorch_ns.errors import AtorchError
-from atorch_ns.text import counted
+from atorch_ns.text import count_noun
 
 if TYPE_CHECKING:
     from atorch_ns.numerics.script import ScriptDifference
@@ -108,7 +108,7 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
     with scratch_folder() as folder:
         run("one", "in one process", 1)
         try:
-            result = run("ranks", f"on {counted(nproc, 'rank')}", nproc)
+            result = run("ranks", f"on {count_noun(nproc, 'rank')}", nproc)
         except (typer.Exit, AtorchError):  # the runs may have differed before they failed
             first, _ = compare_runs(folder, nproc, reduced=False)
             if first is not None:
@@ -150,7 +150,7 @@ def _difference_lines(difference: dict[str, Any], num_jobs: int) -> list[str]:
     elif difference["error"] is None:
         what = f"{difference['kind']} {difference['name']} has another shape, is not a number, or exists on one side only"
     else:
-        others = f"; {counted(difference['others'], 'other tensor')} too" if difference["others"] else ""
+        others = f"; {count_noun(difference['others'], 'other tensor')} too" if difference["others"] else ""
         what = (
             f"{difference['kind']} {difference['name']} on rank {difference['rank']} is off by {difference['error']:.1e} "
             f"(rounding: {difference['tolerance']:.1e}){others}"
@@ -169,14 +169,14 @@ def _script_lines(report: dict[str, Any]) -> list[str]:
     verdict = "✓ trains as one process does" if report["passed"] else "✗ does not train as one process does"
     precision = ", in reduced precision" if report["reduced_precision"] else ""
     lines = [
-        f"{verdict}: {'; '.join(jobs)} on {counted(report['world_size'], 'rank')}, {counted(num_updates, 'update')} compared"
+        f"{verdict}: {'; '.join(jobs)} on {count_noun(report['world_size'], 'rank')}, {count_noun(num_updates, 'update')} compared"
         + precision
     ]
     if difference is not None:
         lines += _difference_lines(difference, len(jobs))
     if report["num_dropouts"]:
         lines.append(
-            f"  {counted(report['num_dropouts'], 'Dropout module')} left out, because ranks draw other masks than one process"
+            f"  {count_noun(report['num_dropouts'], 'Dropout module')} left out, because ranks draw other masks than one process"
         )
     lines += [
         f"  job {update['job'] + 1}, update {update['step']}: largest error {update['error']:.1e} of {update['tolerance']:.1e} "
@@ -198,11 +198,11 @@ def _report_lines(report: dict[str, Any], top: int) -> list[str]:
     rows = report["parameters"]
     verdict = "✓ trains as one process does" if report["passed"] else _drift_verdict(report)
     precision = ", in reduced precision" if report["reduced_precision"] else ""
-    samples = f" of {counted(report['num_samples'], 'sample')}" if report["num_samples"] else ""
+    samples = f" of {count_noun(report['num_samples'], 'sample')}" if report["num_samples"] else ""
     mode = "training" if report["training"] else "evaluation"
     lines = [
-        f"{verdict}: {report['strategy']} on {counted(report['world_size'], 'rank')}, "
-        f"{counted(report['num_steps'], 'step')}{samples}{precision}",
+        f"{verdict}: {report['strategy']} on {count_noun(report['world_size'], 'rank')}, "
+        f"{count_noun(report['num_steps'], 'step')}{samples}{precision}",
         *(f"  {reason}" for reason in report["reasons"]),
         f"loss: off by {report['loss_error']:.1e} ({report['loss_tolerance']:.1e} allowed)",
         *(f"  step {n}: one process {a:.6f}, ranks {b:.6f}" for n, (a, b) in enumerate(report["losses"], 1)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from atorch_ns.cluster.agreement import (
     agree,
     from_first,
-    gathered,
+    gather_values,
     or_refusal,
     receive_nest,
     same_everywhere,
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from atorch_ns.cluster.mesh import Mesh
 
 __all__ = [
-    "AXES", "DEVICES", "LINKS", "OPTIONAL_PACKAGES", "AttentionKind", "Cluster", "Device", "Hardware",
-    "Link", "Mesh", "Rate", "agree", "calibrate", "check_axes", "cluster_from_spec", "fit",
-    "from_first", "gathered", "installed_packages", "join_process_group", "layout", "mesh_ranks",
-    "or_refusal", "receive_nest", "same_everywhere", "send_nest", "sharing_failures",
+    "AXES", "DEVICES", "LINKS", "OPTIONAL_PACKAGES", "AttentionKind", "Cluster", "Device", "Hardware", "Link", "Mesh",
+    "Rate", "agree", "calibrate", "check_axes", "cluster_from_spec", "fit", "from_first", "gather_values",
+    "installed_packages", "join_process_group", "layout", "mesh_ranks", "or_refusal", "receive_nest", "same_everywhere",
+    "send_nest", "sharing_failures",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import InputError, RankError
-from atorch_ns.text import clipped, error_text, first_few, with_article
+from atorch_ns.text import clip_text, error_text, first_few, with_article
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -58,7 +58,7 @@ def agree(
         error = raised
     reason = None if error is None else error_text(error)
     try:
-        reasons = gathered(reason, distributed=True, group=group)
+        reasons = gather_values(reason, distributed=True, group=group)
     except RankError:
         if error is not None:
             raise error  # noqa: B904  # what this rank met is its own, not a consequence
@@ -218,14 +218,14 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
     if not distributed:
         return
     lines = []
-    values_by_rank = gathered(dict(values), distributed=True)
+    values_by_rank = gather_values(dict(values), distributed=True)
     for what in values:
         ranks_by_text: dict[str, list[int]] = {}
         for rank, texts in enumerate(values_by_rank):
             ranks_by_text.setdefault(texts.get(what, ""), []).append(rank)
         if len(ranks_by_text) > 1:
             listing = "; ".join(
-                f"ranks {ranks} have {clipped(text, 300)}" for text, ranks in ranks_by_text.items()
+                f"ranks {ranks} have {clip_text(text, 300)}" for text, ranks in ranks_by_text.items()
             )
             lines.append(f"{what}: {listing}")
     if lines:
@@ -263,7 +263,7 @@ def _pickle_value(value: object) -> tuple[bytes, str]:
     return data, ""
 
 
-def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_values(value: T, *, distributed: bool, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns the values of all ranks of a group, by rank. They must pickle. Collective."""
     if not distributed:
         return [value]

@@ -112,7 +112,9 @@ def measure(
         between_nodes=links.get("between_nodes", within if cluster.num_nodes == 1 else base.between_nodes),
         measured=True,
     )
-    return Measurement(rounded(hardware, Hardware), table, rounded(times, dict[str, float]), sizes)
+    return Measurement(
+        round_figures(hardware, Hardware), table, round_figures(times, dict[str, float]), sizes
+    )
 
 
 def _source_text(cluster: Cluster, device: str) -> str:
@@ -120,7 +122,7 @@ def _source_text(cluster: Cluster, device: str) -> str:
     return f"measured on {cluster.world_size} × {device}{nodes}"
 
 
-def rounded(value: T, kind: Any) -> T:
+def round_figures(value: T, kind: Any) -> T:
     """The value in a type that pydantic reads. Floats keep four digits, more than a measurement has."""
     from pydantic import TypeAdapter
 

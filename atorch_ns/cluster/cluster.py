@@ -216,7 +216,7 @@ class Cluster:
 
     def gathered(self, value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
         """:func:`~atorch_ns.cluster.gathered` over all ranks, or over those of a group."""
-        return agreement.gathered(value, distributed=self.distributed, group=group)
+        return agreement.gather_values(value, distributed=self.distributed, group=group)
 
     def same_everywhere(self, values: Mapping[str, str]) -> None:
         """:func:`~atorch_ns.cluster.same_everywhere` over all ranks."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from atorch_ns.cluster.agreement import agree
 from atorch_ns.cluster.memory_limit import require_room_for_threads
 from atorch_ns.errors import LayoutError
-from atorch_ns.text import clipped, counted
+from atorch_ns.text import clip_text, count_noun
 from atorch_ns.torch_compat import flatten_mesh
 
 AXES = ("data", "zero", "tensor", "sequence", "pipeline", "expert")
@@ -112,7 +112,7 @@ def mesh_ranks(
     order = list(range(world_size)) if rank_order is None else list(rank_order)
     if sorted(order) != list(range(world_size)):
         raise LayoutError(
-            f"the rank order must name each of the ranks 0 to {world_size - 1} once; it is {clipped(repr(order), 80)}."
+            f"the rank order must name each of the ranks 0 to {world_size - 1} once; it is {clip_text(repr(order), 80)}."
         )
     return np.asarray(order).reshape(list(reversed(sizes)))
 
@@ -166,7 +166,7 @@ class Mesh:
             require_room_for_threads(
                 num_groups * _GROUP_THREADS,
                 torch.device(device_type),
-                what=counted(num_groups, "process group"),
+                what=count_noun(num_groups, "process group"),
             )
             return mesh_ranks(self.axes, dist.get_world_size(), rank_order)
 

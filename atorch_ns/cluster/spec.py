@@ -33,7 +33,7 @@ from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
 from atorch_ns.cluster.kernels import ATTENTION_LIBRARIES, usual_attention
 from atorch_ns.errors import InputError
-from atorch_ns.text import clipped, did_you_mean, with_article
+from atorch_ns.text import clip_text, did_you_mean, with_article
 
 _SIZES: Final = {
     "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -247,7 +247,7 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
 
 
 def _problems_message(problems: list[str], source: str | Path) -> str:
-    text = clipped(str(source), 120)
+    text = clip_text(str(source), 120)
     if len(problems) == 1:
         return f"{problems[0]} (cluster {text!r})"
     lines = [f"{len(problems)} problems in the cluster {text!r}:"]

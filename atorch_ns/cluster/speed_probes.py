@@ -65,7 +65,7 @@ def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[
                 probes[f"product/{dtype}/{'x'.join(map(str, shape))}"] = probe
     probes |= dict(_element_wise(device, _ELEMENTS[kind]))
     layers, operators = _small_layers(device)
-    probes[f"operators/{operators}"] = timed(layers, device)
+    probes[f"operators/{operators}"] = make_probe(layers, device)
     probes |= dict(_attention_probes(device, kind, _ATTENTION[kind] if by_size else _ATTENTION[kind][:1]))
     return probes | (dict(_square_products(device, kind)) if by_size else {})
 
@@ -111,7 +111,7 @@ def _causal_attention_probes(
         torch.autograd.grad(forward().sum(), (query, key, value))
 
     training()  # raises here if there is no such kernel
-    return timed(without_graph, device), timed(training, device)
+    return make_probe(without_graph, device), make_probe(training, device)
 
 
 def probe_flops(name: str) -> float:
@@ -162,7 +162,7 @@ def compute_speed(times: Mapping[str, float], *, on_gpu: bool = False) -> Comput
     )
 
 
-def timed(action: Callable[[], Any], device: str) -> Callable[[], float]:
+def make_probe(action: Callable[[], Any], device: str) -> Callable[[], float]:
     """A probe that repeats ``action`` for a few milliseconds and returns the seconds of one run."""
 
     def probe() -> float:
@@ -198,7 +198,7 @@ def _product_probe(device: str, dtype: str, shape: tuple[int, int, int]) -> Call
         torch.mm(left[:1], right)
     except (RuntimeError, NotImplementedError):  # the device has no such product
         return None
-    return timed(lambda: torch.mm(left, right), device)
+    return make_probe(lambda: torch.mm(left, right), device)
 
 
 def _noise_of(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
@@ -233,7 +233,7 @@ def _element_wise(device: str, num_elements: int) -> Iterator[tuple[str, Callabl
     }
     for kind, actions in (("elements", fresh), ("in_place", in_place)):
         for name, (num_bytes, action) in actions.items():
-            yield f"{kind}/{name}/{num_bytes}", timed(partial(_on_all, action, tensors), device)
+            yield f"{kind}/{name}/{num_bytes}", make_probe(partial(_on_all, action, tensors), device)
 
 
 def _on_all(

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.errors import InputError
-from atorch_ns.text import clipped, counted, with_article
+from atorch_ns.text import clip_text, count_noun, with_article
 
 LossScale = Callable[[torch.Tensor], torch.Tensor]
 """Transforms a loss, 0-d, before its backward pass."""
@@ -145,7 +145,7 @@ def weigh(
     by_place = {row[0]: row for row in rows}  # ranks that work on the same data count once
     bad_ranks = [rank for rank, row in enumerate(rows) if row[3]]
     if bad_ranks:
-        problems = [problem] if data_ranks is None else gathered(problem, distributed=True)
+        problems = [problem] if data_ranks is None else gather_values(problem, distributed=True)
         raise InputError(f"{problem or f'rank {bad_ranks[0]}: {problems[bad_ranks[0]]}'}.")
     _refuse_unlike(rows)
     most, total = max(row[1] for row in rows), sum(row[2] for row in by_place.values())
@@ -182,10 +182,10 @@ def _find_problem(
         return f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
     numbers = [1.0] * len(samples) if weights is None else _weight_numbers(weights)
     if numbers is None:
-        return f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
+        return f"weights is a list of numbers, one for each sample, and is {clip_text(repr(weights), 80)}"
     idle = None if dummies is None else _weight_numbers(dummies)
     if dummies is not None and idle is None:
-        return f"dummies is a list of flags, one for each sample, and is {clipped(repr(dummies), 80)}"
+        return f"dummies is a list of flags, one for each sample, and is {clip_text(repr(dummies), 80)}"
     for name, function in functions.items():
         if not (function is None or callable(function)):
             return f"{name} must be a function, and is {with_article(function)}"
@@ -213,8 +213,8 @@ def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:
 
 def _find_misfit(num: int, weights: Sequence[float], idle: Sequence[float] | None) -> str:
     if len(weights) != num or len(idle or weights) != num:
-        flags = "" if idle is None else f" and {counted(len(idle), 'dummy flag')}"
-        return f"there are {counted(num, 'sample')}, {counted(len(weights), 'weight')}{flags}"
+        flags = "" if idle is None else f" and {count_noun(len(idle), 'dummy flag')}"
+        return f"there are {count_noun(num, 'sample')}, {count_noun(len(weights), 'weight')}{flags}"
     if not all(0.0 <= weight < float("inf") for weight in weights):
         return f"weights must be numbers from 0 on, and are {list(weights)}"
     return "" if num else "a rank has no micro-batch, not even one to be a dummy"

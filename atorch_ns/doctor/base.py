@@ -88,7 +88,7 @@ class Isolated(NamedTuple):
     problem: str
 
 
-def isolated(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Isolated:
+def call_isolated(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Isolated:
     """Calls ``function(*arguments)`` in a fresh interpreter. Its output is dropped.
 
     It does not fork, since an initialised driver or a thread pool does not survive a fork.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from atorch_ns.cluster import OPTIONAL_PACKAGES, installed_packages
-from atorch_ns.doctor.base import Finding, Isolated, Place, as_check, failed, isolated, passed, warned
-from atorch_ns.text import bytes_text, clipped
+from atorch_ns.doctor.base import Finding, Isolated, Place, as_check, call_isolated, failed, passed, warned
+from atorch_ns.text import bytes_text, clip_text
 
 _DISK: Final = "disk"
 _WRITTEN_BYTES: Final = 32 * 2**20
@@ -137,13 +137,13 @@ def check_packages(machine: Place) -> Iterator[Finding]:
     limit = max(machine.timeout_s, _SHORTEST_S)
 
     def attempt(package: str) -> Isolated:
-        return isolated(importlib.import_module, package, timeout_s=limit)
+        return call_isolated(importlib.import_module, package, timeout_s=limit)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         results = dict(zip(versions, pool.map(attempt, versions), strict=True))
     for package, outcome in results.items():
         if outcome.problem:
-            why = clipped(" ".join(outcome.problem.split()), 300)
+            why = clip_text(" ".join(outcome.problem.split()), 300)
             text = f"{package} {versions[package]} is installed and cannot be imported: {why}"
             name = OPTIONAL_PACKAGES[package]
             yield warned(

@@ -269,7 +269,7 @@ def _figures_text(result: Mapping[str, float]) -> str:
     )
 
 
-def combined(
+def combine_checks(
     name: str, by_rank: Mapping[int, list[dict[str, Any]]], nodes: Nodes, limit_s: float
 ) -> list[Finding]:
     """Combines a machine check over all nodes: passes in one line, other findings with their nodes."""

@@ -32,7 +32,7 @@ from atorch_ns.doctor.node_findings import (
     Nodes,
     arrivals,
     clocks,
-    combined,
+    combine_checks,
     differences,
     failures,
     reachability,
@@ -117,7 +117,7 @@ def _iter_findings(values: _Exchange, machine: Place, who: Who, names: Sequence[
             values.post(name, [each.as_json() for each in examine(machine, names=(name,))])
         if who.rank == 0:
             by_rank = values.gather(name, who.leaders, timeout_s=limit_s + _SPARE_S)
-            yield from combined(name, by_rank, nodes, limit_s + _SPARE_S)
+            yield from combine_checks(name, by_rank, nodes, limit_s + _SPARE_S)
         values.from_first(True)
 
 

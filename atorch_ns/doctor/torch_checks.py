@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from atorch_ns.doctor.base import Finding, Place, Verdict, as_check, failed, isolated, passed, warned
+from atorch_ns.doctor.base import Finding, Place, Verdict, as_check, call_isolated, failed, passed, warned
 from atorch_ns.doctor.node_findings import all_reduce_finding
 from atorch_ns.processes import RankEnd, run_local_ranks, scratch_folder
-from atorch_ns.text import clipped, error_text, seconds_text
+from atorch_ns.text import clip_text, error_text, seconds_text
 
 _COMPILER: Final = "compiler"
 _PROGRAM: Final = "#include <omp.h>\nint main() { return omp_get_max_threads() > 0 ? 0 : 1; }\n"
@@ -76,7 +76,7 @@ class MatmulMeasurement(NamedTuple):
 @as_check
 def check_dtypes(machine: Place) -> Iterator[Finding]:
     """float32, bfloat16 and float16 are tried forwards and backwards under autocast, and timed."""
-    outcome = isolated(measure_dtypes, timeout_s=max(machine.timeout_s, _SHORTEST_S))
+    outcome = call_isolated(measure_dtypes, timeout_s=max(machine.timeout_s, _SHORTEST_S))
     if outcome.problem:
         text = f"matrix products cannot be computed: {outcome.problem}"
         yield failed(_DTYPES, text, _dtype_fix("float32"))
@@ -215,4 +215,4 @@ def last_error(output: str) -> str:
     """The line of a rank's output that names Python's exception; threads may print others afterwards."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] and ":" in line]
-    return clipped((errors or lines or [""])[-1], _SHOWN_CHARS)
+    return clip_text((errors or lines or [""])[-1], _SHOWN_CHARS)

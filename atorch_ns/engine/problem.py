@@ -20,7 +20,7 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.checks import check_collectives, check_memory, check_price
 from atorch_ns.engine.request import SearchRequest
-from atorch_ns.estimate import Workload, estimate, unpredicted
+from atorch_ns.estimate import Workload, estimate, unpredicted_reason
 from atorch_ns.job import optimizer_arguments
 from atorch_ns.job.sampling import Sample, forward_loss
 from atorch_ns.method import Registry, ReplacesModules, resolve
@@ -130,7 +130,7 @@ class SearchProblem:
             plan = resolve(row.candidate.strategy, self.cluster, self.registry, profile=self.profile).plan
             price = estimate(plan, self.profile, self.cluster, self.workload)
             results.append(
-                check_collectives(price.collectives, row.trial.collectives, reason=unpredicted(plan))
+                check_collectives(price.collectives, row.trial.collectives, reason=unpredicted_reason(plan))
             )
             results.append(check_memory(price, row.trial.peak_bytes))
         return tuple(str(check) for check in results)

@@ -4,9 +4,9 @@ from atorch_ns.estimate.estimate import Collective, Estimate, MemoryParts, TimeP
 from atorch_ns.estimate.intervals import Intervals
 from atorch_ns.estimate.price import Prices, estimate, price
 from atorch_ns.estimate.table import PlanTable, template_of
-from atorch_ns.estimate.time.predicted_collectives import unpredicted
+from atorch_ns.estimate.time.predicted_collectives import unpredicted_reason
 
 __all__ = [
-    "Collective", "Estimate", "Intervals", "MemoryParts", "PlanTable", "Prices", "TimeParts", "Workload",
-    "estimate", "price", "template_of", "unpredicted",
+    "Collective", "Estimate", "Intervals", "MemoryParts", "PlanTable", "Prices", "TimeParts", "Workload", "estimate",
+    "price", "template_of", "unpredicted_reason",
 ]  # fmt: skip

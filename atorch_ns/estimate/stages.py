@@ -88,7 +88,7 @@ class Owners(NamedTuple):
         return np.asarray(rows[first])
 
 
-def staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
+def shard_stages(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
     """The parts of R' distinct ranks of pipelines, a row each, and the plans (R ``sizes``) of these rows."""
     return memo.get(("staged", sizes), lambda: _divide_into_stages(trace, sizes, memo))
 

@@ -20,12 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from atorch_ns.capture.nests import batch_sizes, leaves
 from atorch_ns.capture.random_states import BatchNorm
-from atorch_ns.cluster import Mesh, gathered
+from atorch_ns.cluster import Mesh, gather_values
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.same_place import STUCK_S
 from atorch_ns.sharding.compare import sum_of_bits
 from atorch_ns.sharding.rank_context import local_part
-from atorch_ns.text import counted, first_few
+from atorch_ns.text import count_noun, first_few
 from atorch_ns.torch_compat import default_store, local_box, plain_name, step_hooks, without_transforms
 
 log = logging.getLogger("atorch_ns")
@@ -86,7 +86,7 @@ class SameBatch:
             return
         entries = [(dist.get_rank(), list(_sample_leaves(samples)))]
         for name in self._axes:
-            every = gathered(entries, distributed=True, group=self._mesh.axis(name).get_group())
+            every = gather_values(entries, distributed=True, group=self._mesh.axis(name).get_group())
             entries = list(chain.from_iterable(every))  # after the last axis: from all ranks of the block
         entries.sort(key=lambda pair: pair[0])  # so that all ranks report the same difference
         first, reference = entries[0]
@@ -336,7 +336,7 @@ class SameWeights:
         if wrong.any():
             raise StepError(
                 f"after update {record.update}, rank {self._rank} holds other weights than rank {rank}, but they must be equal: "
-                f"{counted(len(indices), 'parameter')} of {len(record.paths)}, such as {first_few(paths, 3)}. Do on all ranks "
+                f"{count_noun(len(indices), 'parameter')} of {len(record.paths)}, such as {first_few(paths, 3)}. Do on all ranks "
                 "what only one rank did: it skipped a step, changed or clipped gradients or computed them by hand "
                 "from its own samples, wrote or loaded weights, or let its learning rate follow its own loss (result.mean "
                 "gives that of all ranks). atorch-ns verify --script names the first update and its line."

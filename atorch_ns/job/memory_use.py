@@ -13,7 +13,7 @@ import torch
 from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
 from atorch_ns.job.result import Result
 from atorch_ns.profile import plain_tensors
-from atorch_ns.text import bytes_text, counted
+from atorch_ns.text import bytes_text, count_noun
 
 _UNUSED_SHARE: Final = 0.2
 _UNUSED_BYTES: Final = 2**30
@@ -107,7 +107,7 @@ def fragmentation_advice(stats: Mapping[str, int], environment: Mapping[str, str
     is_high = num_retries > 0 or unused_bytes > max(_UNUSED_BYTES, _UNUSED_SHARE * reserved_bytes)
     if not is_high or "expandable_segments:True" in settings.replace(" ", ""):
         return None
-    retry_text = f", and retried {counted(num_retries, 'allocation')}" if num_retries else ""
+    retry_text = f", and retried {count_noun(num_retries, 'allocation')}" if num_retries else ""
     return (
         f"the CUDA allocator holds {bytes_text(unused_bytes)} of {bytes_text(reserved_bytes)} that tensors "
         f"never use (measured){retry_text}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
@@ -48,7 +48,7 @@ def on_all_stages(job: TrainedModel, value: T) -> list[T]:
     group = job.stage_group
     if group is None:
         return [value]
-    return gathered(value, distributed=True, group=group)
+    return gather_values(value, distributed=True, group=group)
 
 
 def groups_of_all_stages(job: TrainedModel, groups: list[list[str]]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from atorch_ns.checkpoint.contents import capture_rng, restore_rng
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.job import TrainStep
 from atorch_ns.merak import mpu
 
@@ -73,7 +73,7 @@ class DataDraws:
     """
 
     def __init__(self) -> None:
-        every = gathered(capture_rng(_CPU), distributed=True)  # random states of all ranks
+        every = gather_values(capture_rng(_CPU), distributed=True)  # random states of all ranks
         # Ranks with the same samples take the random states of the first of them.
         self._states = every[_first_ranks()[mpu.get_grid().position("data")]]
 

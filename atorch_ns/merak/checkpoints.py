@@ -133,7 +133,7 @@ def last_in(folder: str) -> str | None:
     return str(max(paths, key=lambda path: int(path.name.rpartition("-")[2]))) if paths else None
 
 
-def named(setting: Any, output_dir: str) -> tuple[str | None, bool]:
+def resolve_checkpoint(setting: Any, output_dir: str) -> tuple[str | None, bool]:
     """The checkpoint meant by ``resume_from_checkpoint``, and whether it has more than weights.
 
     Raises:

@@ -115,6 +115,6 @@ def tokens_alone(tokens: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def called(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+def run_model(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
     """The outputs of a model for a batch."""
     return model(**inputs)

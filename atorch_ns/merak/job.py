@@ -24,7 +24,7 @@ from atorch_ns.strategy import Strategy
 Loss = Callable[[Sample, Any], torch.Tensor]
 
 
-def divided(
+def build_job(
     model: nn.Module,
     strategy: Strategy,
     loss: Loss,

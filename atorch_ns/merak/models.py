@@ -38,7 +38,7 @@ def check_sizes(args: MerakArguments, model: nn.Module) -> None:
         raise InputError(f"MerakArguments and {type(model).__name__} differ: {'; '.join(problems)}.")
 
 
-def prepared(args: MerakArguments, model: nn.Module) -> nn.Module:
+def prepare_model(args: MerakArguments, model: nn.Module) -> nn.Module:
     """The model for training."""
     if args.no_tie_modules:
         untie(model)

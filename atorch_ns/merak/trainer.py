@@ -32,17 +32,17 @@ from atorch_ns.merak.accelerator import (
 )
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import FoundDegrees, read_file, search
-from atorch_ns.merak.generation import called, continued, ends_of, tokens_alone, tokens_of
+from atorch_ns.merak.generation import continued, ends_of, run_model, tokens_alone, tokens_of
 from atorch_ns.merak.job import (
     arguments_of,
+    build_job,
     check_recipe,
-    divided,
     num_micro_batches,
     options_by_name,
     refuse_hooks,
 )
 from atorch_ns.merak.losses import Sample, TrainerLoss, class_of, flat_loss
-from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
+from atorch_ns.merak.models import check_sizes, prepare_model, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
 from atorch_ns.text import error_text, with_article
@@ -99,7 +99,7 @@ class MerakTrainer(Trainer):
         self._draws: DataDraws | None = None
         if model is not None:
             check_sizes(args, model)
-            model = prepared(args, model)
+            model = prepare_model(args, model)
         super().__init__(model, args, *positional, **others)
         args._n_gpu = min(args._n_gpu, 1)  # several would mean nn.DataParallel
         if self.lr_scheduler is not None:
@@ -125,7 +125,7 @@ class MerakTrainer(Trainer):
         """The model of ``model_init``, checked and given adapters like a given model."""
         model = super().call_model_init(trial)
         check_sizes(self.args, model)
-        return prepared(self.args, model)
+        return prepare_model(self.args, model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -182,7 +182,7 @@ class MerakTrainer(Trainer):
         if self.args.text_generation:
             raise InputError("text_generation is for trainer.generate: leave it out to train.")
         path, goes_on = Cluster.detect().on_first(
-            lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir or "."),
+            lambda: checkpoints.resolve_checkpoint(resume_from_checkpoint, self.args.output_dir or "."),
             what="looking for the checkpoint",
         )
         self._begins_with, resume_path = (None, path) if goes_on and not self.args.finetune else (path, None)
@@ -245,7 +245,7 @@ class MerakTrainer(Trainer):
         )
         strategy = cluster.agree(read, what="reading the arguments")
         self._structure = structure_of_adapted(self.model)
-        self._result = divided(
+        self._result = build_job(
             self.model,
             strategy if choice is None else choice.strategy,
             self._loss.of,
@@ -549,7 +549,7 @@ class MerakTrainer(Trainer):
         )
         assert self._distributed_model is not None
         texts = continued(
-            partial(called, self._distributed_model),
+            partial(run_model, self._distributed_model),
             tokens,
             length=longest,
             temperature=warmth,

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.job import Result
 from atorch_ns.job.train_step import PHASES
 from atorch_ns.merak import mpu
@@ -76,7 +76,7 @@ class WallClock(TrainerCallback):
         """Gathers and logs the times of the last step. Collective."""
         if not self._seconds:
             return
-        every = gathered(self.times, distributed=self._result.job.cluster.distributed)
+        every = gather_values(self.times, distributed=self._result.job.cluster.distributed)
         self._seconds = {}
         if self._result.rank == 0:
             log.warning(

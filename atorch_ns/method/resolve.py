@@ -15,7 +15,7 @@ from atorch_ns.method.method import Expands, Expansion, Method, Need, fit_config
 from atorch_ns.method.registry import Registry
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan, Requires, Strategy
-from atorch_ns.text import clipped, did_you_mean
+from atorch_ns.text import clip_text, did_you_mean
 
 
 def validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list[Problem]]:
@@ -94,7 +94,7 @@ def _config_problem(method: Method[Any], issue: Any) -> Problem:
             accepted=", ".join(fields) or "no keys",
         )
     message = issue["msg"].removeprefix("Value error, ")
-    value = None if not path else clipped(repr(issue["input"]), 80)
+    value = None if not path else clip_text(repr(issue["input"]), 80)
     return Problem(message=message, method=method.name, key=key, value=value)
 
 

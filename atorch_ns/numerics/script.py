@@ -255,7 +255,9 @@ def _compare_tensors(
         # A weight is judged by its update since the first record, other tensors by their values.
         update = _widen(whole) - (_widen(begin[kind, name]) if kind == "weight" else 0.0)
         noise = _widen(noisy[kind, name]) - whole if (kind, name) in noisy else update * 0.0
-        rounding = 2 * unit.eps * _largest_finite(whole) + unit.tiny  # rounding of the values
+        # 16-bit weights, which one process has in fp32, are rounded from the first record on.
+        eps = max(unit.eps, torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0)
+        rounding = 2 * eps * _largest_finite(whole) + unit.tiny
         yield {
             "kind": kind,
             "name": name,

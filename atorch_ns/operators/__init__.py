@@ -13,7 +13,7 @@ from atorch_ns.operators.choose import (
     legal_rules,
     operator_costs,
     random_plan,
-    refitted,
+    refit_plan,
     solved_plan,
 )
 from atorch_ns.operators.divided.check import check_division
@@ -30,5 +30,5 @@ __all__ = [
     "CaptureError", "DividedForward", "OperatorDivision", "OperatorGraph", "OperatorPlan", "OperatorPrices",
     "PipelineTask", "Shallow", "Solved", "States", "Wanted", "assemble", "batch_plan", "capture_shallow",
     "check_division", "check_plan", "costs_text", "division_of", "find_plan", "legal_rules", "operator_costs",
-    "random_plan", "refitted", "register_op", "solved_plan", "staged_plan",
+    "random_plan", "refit_plan", "register_op", "solved_plan", "staged_plan",
 ]  # fmt: skip

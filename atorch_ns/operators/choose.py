@@ -18,7 +18,7 @@ from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.divide import OperatorDivision
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.rules.constraints import Constraint, allowed, read_constraints, unused
+from atorch_ns.operators.rules.constraints import Constraint, allowed_rules, read_constraints, unused_warnings
 from atorch_ns.operators.rules.custom import registered_rules
 from atorch_ns.operators.rules.rule import Placement, Rule, whole_rule
 from atorch_ns.operators.rules.table import rules_of
@@ -264,7 +264,7 @@ def _divides_samples(rule: Rule, op: Operator, dims: Sequence[int | None]) -> bo
     return any(dim is not None for dim in dims)
 
 
-def refitted(
+def refit_plan(
     plan: OperatorPlan,
     graph: OperatorGraph,
     degree: int,
@@ -420,7 +420,7 @@ def find_plan(
         plan=solution.plan,
         note=f"found: {solution.text} Figures of the device: {prices.device.source}. The longest operators:\n"
         f"{textwrap.indent(costs_text(solution.costs, top=5), '    ')}",
-        warnings=tuple(unused(calls, constraints)),
+        warnings=tuple(unused_warnings(calls, constraints)),
     )
 
 
@@ -428,7 +428,7 @@ def allowed_by(constraints: Sequence[Constraint]) -> Allow:
     """A filter that keeps the rules of an operator that the constraints allow."""
 
     def allow(op: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return allowed(rules, op.call.name, (op.path, op.classes), constraints)
+        return allowed_rules(rules, op.call.name, (op.path, op.classes), constraints)
 
     return allow
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from atorch_ns.errors import InputError
 from atorch_ns.operators.rules.rule import Placement, Rule, placement_text, read_placement
 from atorch_ns.system import write_whole
-from atorch_ns.text import counted, did_you_mean, first_few, with_article
+from atorch_ns.text import count_noun, did_you_mean, first_few, with_article
 
 SCHEMA: Final = 1
 """Version of the file's schema."""
@@ -128,7 +128,9 @@ class OperatorPlan:
         plan = _read_document(document, errors)
         if errors:
             listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(errors, 1))
-            raise InputError(f"{counted(len(errors), 'problem')} in the operator plan {source}:\n{listing}")
+            raise InputError(
+                f"{count_noun(len(errors), 'problem')} in the operator plan {source}:\n{listing}"
+            )
         return plan
 
     def diff(self, other: OperatorPlan) -> str:
@@ -173,7 +175,9 @@ class OperatorPlan:
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # none if nothing is divided
         over = f" over {self.degree} ranks" if self.degree is not None else ""
-        head = f"{counted(len(rules), 'operator')} and {counted(len(shards), 'parameter')} divided{over}"
+        head = (
+            f"{count_noun(len(rules), 'operator')} and {count_noun(len(shards), 'parameter')} divided{over}"
+        )
         table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join([head, *(f"  {line}" for line in table)])
 

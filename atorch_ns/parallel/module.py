@@ -12,7 +12,7 @@ from atorch_ns.capture.nests import map_tensors
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import Result
 from atorch_ns.parallel.config import ComputeConfig
-from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localised
+from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localise
 from atorch_ns.torch_compat import plain_name
 
 INNER = "_parallelized"
@@ -182,7 +182,7 @@ def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
     pieces = Pieces.of(module.compute_config, module.result.job, module._state_names)
     for name, value in entries.items():
         plain = plain_name(name.removeprefix(start))
-        state[prefix + plain] = localised(plain, value, pieces)
+        state[prefix + plain] = localise(plain, value, pieces)
     state[prefix + PIECES] = pieces.as_state()
 
 

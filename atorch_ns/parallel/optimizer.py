@@ -17,7 +17,7 @@ from atorch_ns.job.optimizer.user_optimizer import class_above
 from atorch_ns.job.reducer import BucketHook, GradientReducer
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import STEP, ParallelModule, named_parameters, parallel_modules
-from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
+from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localise, part_of
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import has_user_hooks
 
@@ -185,7 +185,7 @@ class ParallelOptimizer(Optimizer):
         states: dict[int, dict[str, Any]] = {}
         for index, values in state["state"].items():
             states[index] = {
-                key: localised(f"{flat[index]}/{key}", value, pieces) for key, value in values.items()
+                key: localise(f"{flat[index]}/{key}", value, pieces) for key, value in values.items()
             }
         return {**state, "state": states, PIECES: {**pieces.as_state(), "names": names}}
 

@@ -22,7 +22,7 @@ from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Resolved
 from atorch_ns.parallel.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from atorch_ns.parallel.module import ParallelModule, parallel_modules
-from atorch_ns.parallel.planning import Planned, planned, resolved_steps
+from atorch_ns.parallel.planning import Planned, plan_module, resolved_steps
 from atorch_ns.parallel.policies import POLICIES, is_strategy_file
 from atorch_ns.parallel.saved import Made, PlanFolder
 from atorch_ns.strategy import MODEL_AXES, Strategy
@@ -229,7 +229,7 @@ def _obtain_plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster:
     old_plan = folder.reused(origin, reuse)
     if old_plan is not None:
         return old_plan
-    plan = planned(
+    plan = plan_module(
         source.module,
         source.sample,
         source.input_format,

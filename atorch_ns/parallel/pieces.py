@@ -63,7 +63,7 @@ class Pieces:
         }
 
 
-def localised(name: str, value: Any, pieces: Pieces) -> Any:
+def localise(name: str, value: Any, pieces: Pieces) -> Any:
     """This rank's part of a tensor, with its place recorded. Other values unchanged."""
     if not isinstance(value, DTensor):
         return value

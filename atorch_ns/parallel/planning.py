@@ -53,7 +53,7 @@ class Planned(NamedTuple):
     notes: tuple[str, ...]
 
 
-def planned(
+def plan_module(
     module: nn.Module,
     sample: Any,
     input_format: str | None,

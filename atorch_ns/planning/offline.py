@@ -43,7 +43,7 @@ from atorch_ns.search.ranking import fits_surely, prefer
 from atorch_ns.search.space.constraints import Constraints
 from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.text import counted, error_text, with_article, with_period
+from atorch_ns.text import count_noun, error_text, with_article, with_period
 
 
 class AssumedLoss:
@@ -354,8 +354,8 @@ def _check_batch(plan: Plan, global_batch: int) -> None:
         return
     below, above = global_batch // parts * parts, (global_batch // parts + 1) * parts
     raise InputError(
-        f"a global batch of {global_batch} samples does not divide evenly over {counted(ranks, 'data-parallel rank')} and "
-        f"{counted(micro_batches, 'micro-batch', 'micro-batches')}: give {f'{below} or {above}' if below else above}, or change the strategy."
+        f"a global batch of {global_batch} samples does not divide evenly over {count_noun(ranks, 'data-parallel rank')} and "
+        f"{count_noun(micro_batches, 'micro-batch', 'micro-batches')}: give {f'{below} or {above}' if below else above}, or change the strategy."
     )
 
 

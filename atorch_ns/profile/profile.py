@@ -14,7 +14,7 @@ from torch import nn
 from atorch_ns.capture.blocks import class_names, fingerprint, repeated_blocks
 from atorch_ns.errors import InputError
 from atorch_ns.profile.trace import Trace
-from atorch_ns.text import clipped
+from atorch_ns.text import clip_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def loads(kind: type[_T], text: str | bytes) -> _T:
             f"the profile is not JSON: {error}. Write it again with Profile.to_json()."
         ) from error
     if not isinstance(data, dict) or "schema" not in data:
-        raise InputError(f"the profile must be an object with a 'schema'; it is {clipped(repr(data), 60)}.")
+        raise InputError(f"the profile must be an object with a 'schema'; it is {clip_text(repr(data), 60)}.")
     schema = data.pop("schema")
     if schema != SCHEMA:
         raise InputError(

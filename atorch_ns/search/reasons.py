@@ -9,7 +9,7 @@ from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.ranking import Preferred, RankedCandidate, tied_with_best
 from atorch_ns.search.space.candidate import Candidate, Fate, largest_part
 from atorch_ns.search.trial import CandidateTrials
-from atorch_ns.text import bytes_text, counted, factor_text, interval_text, seconds_text
+from atorch_ns.text import bytes_text, count_noun, factor_text, interval_text, seconds_text
 
 UNEXPLAINED = "its predicted and measured memory does not explain"  # of running out far below the limit
 
@@ -120,7 +120,7 @@ class Reasons:
             return fate, reason
         last = entry.lost[-1]  # an attempt that ended through no fault of the candidate
         why = f"{last.status}: {last.reason}" if last.reason else last.status
-        return fate, f"{reason}; after {counted(len(entry.lost), 'failed attempt')}: {why}"
+        return fate, f"{reason}; after {count_noun(len(entry.lost), 'failed attempt')}: {why}"
 
     def _fate_and_reason(self, index: int, entry: CandidateTrials | None) -> tuple[Fate, str]:
         candidate = self._knowledge.candidates[index]

@@ -30,7 +30,7 @@ def make_sampler(settings: SearchSettings) -> Sampler:
         MissingPackageError: if it needs Optuna, which is not installed.
     """
     if settings.sampler == "guided":
-        return guided
+        return choose_candidate
     if settings.sampler == "exhaustive":
         return lambda knowledge, open_, usual_cost_s: open_[0]  # in the order in which they are predicted
     if settings.sampler == "random":
@@ -38,7 +38,7 @@ def make_sampler(settings: SearchSettings) -> Sampler:
     return OptunaSampler(settings.sampler, settings.seed).next
 
 
-def guided(knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
+def choose_candidate(knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
     """Returns the candidate with most expected improvement per trial second; at first the best predicted."""
     mean, deviation = knowledge.posterior.mean[open_], knowledge.posterior.deviation[open_]
     if not knowledge.ranked:  # there is no best to improve on

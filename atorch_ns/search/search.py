@@ -18,7 +18,7 @@ from atorch_ns.search.residual_model import read_features
 from atorch_ns.search.sampler import make_sampler
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, StopRule, TaskKind, TrialOutcome, TrialTask
-from atorch_ns.text import counted, seconds_text
+from atorch_ns.text import count_noun, seconds_text
 
 CONFIRM_WITHIN = 0.1  # winner and closest rival are run once more if they differ by less than this share
 CONFIRM_PLAIN_WITHIN = 0.5  # the same for the plain strategy, which is measured first: machines drift so much
@@ -220,7 +220,7 @@ class Search:
 
     def _time_was_short(self) -> str:
         self._out_of_time = True
-        trials = counted(self._ledger.num_run, "trial")
+        trials = count_noun(self._ledger.num_run, "trial")
         return f"the time limit of {self.settings.time_limit_s:g} s allowed {trials}"
 
     def _all_tried(self) -> str:
@@ -275,7 +275,7 @@ class Search:
         rivals = [] if guessing else self._close_rivals()
         if not rivals or self._ledger.num_run < FIRST_LOOK or self._trials_left != len(rivals):
             return ""
-        run = counted(self._ledger.num_run, "trial")
+        run = count_noun(self._ledger.num_run, "trial")
         names = " and ".join(self._by_key[key].label for key in rivals)
         return f"{run} were run, and the remaining ones repeat {names}"
 

@@ -59,7 +59,7 @@ def _divided_subclass(style: Any, whole: Any) -> Any:
     return type(f"{style.__name__.removeprefix('_')}{whole.__name__}", (style, whole), body)
 
 
-def isolated(action: Callable[[], T], device: torch.device) -> T:
+def call_in_thread(action: Callable[[], T], device: torch.device) -> T:
     """Runs ``action()`` in a thread of its own, outside autocast, modes and the hooks of a recomputation.
 
     Such hooks expect the same operators again. Random states, which threads share, are restored.

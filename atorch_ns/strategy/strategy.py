@@ -19,7 +19,7 @@ from atorch_ns.strategy.file import (
     write_atomically,
 )
 from atorch_ns.strategy.values import JSON, UnwritableValueError, canonical, canonical_text
-from atorch_ns.text import clipped, with_article
+from atorch_ns.text import clip_text, with_article
 
 
 @dataclass(frozen=True, init=False)
@@ -111,20 +111,20 @@ def _step_from(entry: Any) -> Step:
         return _make_step(entry["name"], entry.get("config"))
     if isinstance(entry, Sequence):
         return _step_from_sequence(entry)
-    raise _EntryError(f"is {clipped(repr(entry), 60)}, {with_article(entry)}; write {ACCEPTED}")
+    raise _EntryError(f"is {clip_text(repr(entry), 60)}, {with_article(entry)}; write {ACCEPTED}")
 
 
 def _step_from_sequence(entry: Sequence[Any]) -> Step:
     # ATorch writes (name, config, tunable). The search decides what may be tuned: the third item is dropped.
     if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
         return _make_step(entry[0], entry[1] if len(entry) > 1 else None)
-    raise _EntryError(f"is {clipped(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
+    raise _EntryError(f"is {clip_text(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
 
 
 def _make_step(name: Any, config: Any) -> Step:
     if not isinstance(name, str) or not name:
         raise _EntryError(
-            f"has {clipped(repr(name), 60)} where the name of a method is expected; write {ACCEPTED}"
+            f"has {clip_text(repr(name), 60)} where the name of a method is expected; write {ACCEPTED}"
         )
     try:
         return Step(name, config)

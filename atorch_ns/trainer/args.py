@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 
 from atorch_ns.errors import InputError
 from atorch_ns.parallel import ComputeConfig
-from atorch_ns.text import counted
+from atorch_ns.text import count_noun
 from atorch_ns.trainer.hooks import HOOKS
 
 Named = str | Callable[..., Any] | None
@@ -341,7 +341,7 @@ class TrainerArgs(_Strict):
         samples = self.micro_batch_size * data_ranks  # of one micro-batch on every rank
         if self.global_batch_size is None:
             return self.grad_accumulation_steps or 1
-        ranks = f"{counted(data_ranks, 'rank')} with {'its' if data_ranks == 1 else 'their'} own data"
+        ranks = f"{count_noun(data_ranks, 'rank')} with {'its' if data_ranks == 1 else 'their'} own data"
         if self.global_batch_size % samples:
             raise InputError(
                 f"TrainerArgs: global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size="

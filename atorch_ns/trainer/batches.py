@@ -14,7 +14,7 @@ from atorch_ns.capture.nests import floats_to
 from atorch_ns.data.build import RankStream
 from atorch_ns.errors import InputError
 from atorch_ns.trainer.args import TrainerArgs
-from atorch_ns.trainer.components import arguments, make, named
+from atorch_ns.trainer.components import arguments, make, resolve_component
 from atorch_ns.trainer.model import dtype_of
 
 Split = Literal["train", "val"]
@@ -117,7 +117,7 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
     if not items:
         raise InputError("dataset is empty; there is nothing to train on.")
     collate = settings.get("collate_fn") or default_collate
-    batch = named(collate, what="dataloader.train_args.collate_fn")(items)
+    batch = resolve_component(collate, what="dataloader.train_args.collate_fn")(items)
     dtype = dtype_of(args.precision, "input")
     return batch if dtype is None else floats_to(batch, dtype)
 
@@ -130,7 +130,7 @@ def _args_of(config: Any, split: Split) -> dict[str, Any]:
 def _make_sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, *, data_ranks: int) -> Any:
     config = args.dataset_sampler
     options = {key: value for key, value in _args_of(config, split).items() if key not in _AUTOMATIC}
-    kind = named(config.type, what="dataset_sampler.type")
+    kind = resolve_component(config.type, what="dataset_sampler.type")
     if split == "val" and isinstance(kind, type) and issubclass(kind, DistributedSampler):
         options.setdefault("shuffle", False)  # DistributedSampler's default is True
     automatic = {"dataset": dataset, "num_replicas": data_ranks, "rank": data_rank}

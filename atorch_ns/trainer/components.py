@@ -12,7 +12,7 @@ from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.text import error_text, with_article
 
 
-def named(value: Any, *, what: str) -> Callable[..., Any]:
+def resolve_component(value: Any, *, what: str) -> Callable[..., Any]:
     """The class or function of a field, which may be its name.
 
     Raises:
@@ -56,7 +56,7 @@ def _find_names(value: Any, what: str) -> Iterator[tuple[str, str]]:
 
 def _name_problem(name: str, what: str) -> str:
     try:
-        named(name, what=what)
+        resolve_component(name, what=what)
     except InputError as error:
         return str(error)
     return ""
@@ -81,7 +81,7 @@ def make(kind: Any, *args: Any, options: Mapping[str, Any], what: str, **automat
     Raises:
         InputError: if the arguments do not fit it, or it fails.
     """
-    factory = named(kind, what=f"{what}.type")
+    factory = resolve_component(kind, what=f"{what}.type")
     keywords = {**arguments(options, what=f"{what}.args"), **automatic}
     try:
         return factory(*args, **keywords)
@@ -112,10 +112,10 @@ def _convert_value(value: Mapping[str, Any], what: str) -> Any:
         )
     kind, argument = value["__value_type"], value["value"]
     if kind == "function":
-        return named(argument, what=what)
+        return resolve_component(argument, what=what)
     convert = getattr(builtins, kind, None) if isinstance(kind, str) else kind  # such as int or tuple
     if convert is None:
-        convert = named(kind, what=f"{what}.__value_type")
+        convert = resolve_component(kind, what=f"{what}.__value_type")
     try:
         return convert(argument)
     except Exception as error:

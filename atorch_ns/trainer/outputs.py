@@ -13,7 +13,7 @@ from atorch_ns.data import StepOutput
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
 from atorch_ns.trainer.args import TrainerArgs
-from atorch_ns.trainer.components import named
+from atorch_ns.trainer.components import resolve_component
 from atorch_ns.trainer.hooks import AggregatedOutputs
 
 
@@ -33,7 +33,10 @@ class Aggregation:
     def of(cls, args: TrainerArgs, job: Job) -> Aggregation:
         """Creates the summation given by the configuration."""
         function = args.optimizer.aggregate_outputs_fn
-        return cls(None if function is None else named(function, what="optimizer.aggregate_outputs_fn"), job)
+        return cls(
+            None if function is None else resolve_component(function, what="optimizer.aggregate_outputs_fn"),
+            job,
+        )
 
     @property
     def wants_outputs(self) -> bool:

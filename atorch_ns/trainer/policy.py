@@ -16,7 +16,7 @@ from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
 from atorch_ns.parallel.policies import POLICIES, is_strategy_file
 from atorch_ns.text import did_you_mean
 from atorch_ns.trainer.args import ModuleParallelizeConfig, TrainerArgs
-from atorch_ns.trainer.components import named
+from atorch_ns.trainer.components import resolve_component
 
 AUTO = "auto"
 """The policy that searches for a strategy."""
@@ -54,10 +54,10 @@ class Policy:
                 f"pas_policy: unknown policy {policy!r}.{did_you_mean(policy, names)} Use one of {', '.join(names)}, a "
                 "function, or a strategy file."
             )
-        return cls(rule=policy if policy in POLICIES else named(policy, what="pas_policy"))
+        return cls(rule=policy if policy in POLICIES else resolve_component(policy, what="pas_policy"))
 
 
-def divided(
+def divide_module(
     args: TrainerArgs,
     settings: TrainerArgs | ModuleParallelizeConfig,
     module: nn.Module,

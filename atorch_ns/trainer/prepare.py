@@ -25,8 +25,8 @@ from atorch_ns.trainer.args import TrainerArgs
 from atorch_ns.trainer.batches import sample_of
 from atorch_ns.trainer.components import make
 from atorch_ns.trainer.model import make_model, takes_by_name
-from atorch_ns.trainer.policy import Policy, divided
-from atorch_ns.trainer.submodules import job_of, replaced
+from atorch_ns.trainer.policy import Policy, divide_module
+from atorch_ns.trainer.submodules import job_of, parallelize_modules
 
 
 def compute_config(args: TrainerArgs, cluster: Cluster) -> ComputeConfig:
@@ -42,7 +42,7 @@ def compile_plan(args: TrainerArgs, dataset: Any) -> None:
     """
     model, cluster = make_model(args), Cluster.detect()
     if args.model.parallel_modules:
-        replaced(
+        parallelize_modules(
             args, model, compute_config(args, cluster), cluster, sample=_read_sample(args, dataset, cluster)
         )
     else:
@@ -105,7 +105,7 @@ def _with_parallel_modules(
     sample = _read_sample(args, dataset, cluster)
     inputs = Inputs(model=model, model_input_format="unpack_dict" if takes_by_name(model, sample) else None)
     original = OriginalModel.of(inputs)
-    parts = replaced(args, model, compute_config(args, cluster), cluster, sample=sample)
+    parts = parallelize_modules(args, model, compute_config(args, cluster), cluster, sample=sample)
     return job_of(inputs, original, parts, optimizer)
 
 
@@ -125,4 +125,4 @@ def _divide_model(
         raise InputError("model.type: forward must take a sample as its first argument; it takes nothing.")
     sample = _read_sample(args, dataset, cluster)
     dummies = dict(sample) if takes_by_name(model, sample) else {first: sample}
-    return divided(args, args, model, dummies, config=compute_config(args, cluster), cluster=cluster)
+    return divide_module(args, args, model, dummies, config=compute_config(args, cluster), cluster=cluster)

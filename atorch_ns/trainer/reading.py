@@ -90,7 +90,7 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
     return result
 
 
-def checked(args: TrainerArgs) -> TrainerArgs:
+def check_arguments(args: TrainerArgs) -> TrainerArgs:
     """The arguments with every field of its type.
 
     Raises:
@@ -155,7 +155,7 @@ def _compute_config(options: Mapping[str, Any], problems: list[str]) -> ComputeC
     problems += [
         f"there is no field {key}.{did_you_mean(str(key), names)}" for key in options if key not in names
     ]
-    values = {key: guessed(value) for key, value in options.items() if key in names}
+    values = {key: guess_value(value) for key, value in options.items() if key in names}
     values.setdefault("plan_ngpus", 1)  # each rank is a scale unit
     values.setdefault("runtime_ngpus", Cluster.detect().world_size)
     return ComputeConfig(**values)
@@ -168,10 +168,10 @@ def _guess_types(config: Any, *, free: bool = False) -> Any:
         return {key: _guess_types(value, free=free or key in _FREE) for key, value in config.items()}
     if isinstance(config, list):
         return [_guess_types(item, free=free) for item in config]
-    return guessed(config) if free else config
+    return guess_value(config) if free else config
 
 
-def guessed(value: Any) -> Any:
+def guess_value(value: Any) -> Any:
     """The Python value of a text, such as a number for ``'1e-3'`` and True for ``'true'``; else the text."""
     if not isinstance(value, str):
         return value

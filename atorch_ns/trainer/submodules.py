@@ -28,14 +28,14 @@ from atorch_ns.parallel.optimizer import reducer_of_the_rest
 from atorch_ns.parallel.parallelize import own_loss
 from atorch_ns.torch_compat import plain_name
 from atorch_ns.trainer.args import ModuleParallelizeConfig, OptionalComputeConfig, TrainerArgs
-from atorch_ns.trainer.components import named
+from atorch_ns.trainer.components import resolve_component
 from atorch_ns.trainer.model import cast, dtype_of, load_weights, takes_by_name
-from atorch_ns.trainer.policy import divided
+from atorch_ns.trainer.policy import divide_module
 
 log = logging.getLogger("atorch_ns")
 
 
-def replaced(
+def parallelize_modules(
     args: TrainerArgs, model: nn.Module, config: ComputeConfig, cluster: Cluster, *, sample: Any
 ) -> dict[str, ParallelModule]:
     """Parallelizes the modules that the configuration names, each with its own weights, by path. Collective.
@@ -46,7 +46,7 @@ def replaced(
         InputError: if there is no module of a class, or it cannot be divided as requested.
     """
     kinds = [
-        (spec, named(spec.type, what=f"model.parallel_modules.{index}.type"))
+        (spec, resolve_component(spec.type, what=f"model.parallel_modules.{index}.type"))
         for index, spec in enumerate(args.model.parallel_modules)
     ]
     matches = [
@@ -137,7 +137,7 @@ def _parallelize_module(
     if settings.precision is not None:
         cast(module, dtype_of(settings.precision, "param"), dtype_of(settings.precision, "buffer"))
         dummies = dummies if inputs is None else floats_to(dummies, inputs)
-    part = divided(args, settings, module, dummies, config=config, cluster=cluster)
+    part = divide_module(args, settings, module, dummies, config=config, cluster=cluster)
     if part is not None and inputs is not None:
         part.register_forward_pre_hook(  # the model around it may compute in another dtype
             lambda _, positional, keywords: (floats_to(positional, inputs), floats_to(keywords, inputs)),
@@ -170,7 +170,7 @@ def _collect_forward_args(
         if spec.forward_args_gen_fn is None:
             paths.append(path)
         else:
-            calls[path] = named(spec.forward_args_gen_fn, what="forward_args_gen_fn")(args)
+            calls[path] = resolve_component(spec.forward_args_gen_fn, what="forward_args_gen_fn")(args)
     if not paths:
         return calls
 

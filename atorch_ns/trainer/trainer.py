@@ -21,17 +21,17 @@ from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
-from atorch_ns.text import counted, with_article
+from atorch_ns.text import count_noun, with_article
 from atorch_ns.tracking import ProgressTracker
 from atorch_ns.trainer.args import HookConfig, TrainerArgs
 from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
 from atorch_ns.trainer.checkpoints import Checkpoints, Loaded, TrainStatus, merge_folder
-from atorch_ns.trainer.components import check_names, make, named
+from atorch_ns.trainer.components import check_names, make, resolve_component
 from atorch_ns.trainer.hooks import HookChain, TrainHook, TrainStepMetrics, ValMetrics
 from atorch_ns.trainer.loggers import BUILT_IN, LoggerBase, set_default_logger_level
 from atorch_ns.trainer.outputs import Aggregation
 from atorch_ns.trainer.prepare import compile_plan, prepare
-from atorch_ns.trainer.reading import as_plain, checked, made_args, read_args
+from atorch_ns.trainer.reading import as_plain, check_arguments, made_args, read_args
 
 log = logging.getLogger("atorch_ns")
 
@@ -70,7 +70,7 @@ class Trainer:
             train_args = made_args(train_args)
         elif not isinstance(train_args, TrainerArgs):
             raise InputError(f"train_args must be TrainerArgs; it is {with_article(train_args)}.")
-        self.train_args = checked(train_args)
+        self.train_args = check_arguments(train_args)
         self.train_status = TrainStatus()
         self._cluster = Cluster.detect()
         self.rank, self.world_size = self._cluster.rank, self._cluster.world_size
@@ -112,7 +112,7 @@ class Trainer:
     def _seed_and_make_dataset(self) -> Any:
         args = self.train_args
         if args.init_env_fn is not None:
-            named(args.init_env_fn, what="init_env_fn")(self)
+            resolve_component(args.init_env_fn, what="init_env_fn")(self)
         check_names(args, aliases=BUILT_IN)  # after that function, which may make modules known
         if args.seed is not None:
             seed_all(args.seed)  # before the dataset, which may draw from it
@@ -184,7 +184,9 @@ class Trainer:
             user_hook = make(args.hook.type, options=args.hook.args, what="hook")
             if not isinstance(user_hook, TrainHook):
                 raise InputError(f"hook.type must make a TrainHook; it made {with_article(user_hook)}.")
-        functions = {name: named(value, what=f"hook.{name}") for name, value in args.hook_functions.items()}
+        functions = {
+            name: resolve_component(value, what=f"hook.{name}") for name, value in args.hook_functions.items()
+        }
         plain = self.result.job.inputs.model
         self.hook = HookChain(
             self, (plain, inner_optimizer(self.optimizer), self.lr_scheduler, user_hook), functions
@@ -251,8 +253,8 @@ class Trainer:
                 saved_run.path,
                 status.epoch,
                 status.finished_train_steps,
-                counted(saved_run.world_size, "rank"),
-                counted(self.world_size, "rank"),
+                count_noun(saved_run.world_size, "rank"),
+                count_noun(self.world_size, "rank"),
             )
 
     # The loop

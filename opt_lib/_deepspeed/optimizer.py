@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.errors import StepError
 from atorch_ns.text import first_few
 from opt_lib._optimizer_parts import clip_parts, norm_of_parts
@@ -206,9 +206,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._watches.clear()
         local = {self._names[parameter] for parameter in self._idle}
         # A parameter that any data rank has used has a gradient once they are averaged.
-        idle_names = set.intersection(*gathered(local, distributed=True, group=self._group))
+        idle_names = set.intersection(*gather_values(local, distributed=True, group=self._group))
         if self._pipeline:  # all stages must stop, or the others would wait for those that do
-            idle_names = set.union(*gathered(idle_names, distributed=True, group=self._all))
+            idle_names = set.union(*gather_values(idle_names, distributed=True, group=self._all))
         if idle_names:
             raise StepError(
                 f"{len(idle_names)} trainable parameter(s) took no part in the loss: {first_few(sorted(idle_names))}. "

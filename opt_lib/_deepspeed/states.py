@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.distributed.tensor.placement_types import Placement
 
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, StateSpec, StateValue
 from atorch_ns.text import with_article
@@ -199,7 +199,7 @@ class FlatStates:
     def _known_anywhere(
         self, dtypes: Mapping[tuple[str, str], torch.dtype]
     ) -> list[tuple[tuple[str, str], torch.dtype]]:
-        of_ranks = gathered(dict(dtypes), distributed=True, group=self.mesh.get_group())
+        of_ranks = gather_values(dict(dtypes), distributed=True, group=self.mesh.get_group())
         all_dtypes = {key: dtype for mapping in of_ranks for key, dtype in mapping.items()}
         return sorted(all_dtypes.items(), key=lambda item: item[0])  # in one order, since each is collective
 
@@ -268,7 +268,7 @@ class FlatStates:
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
                 self.optimizer.state[holder][entry] = value
         # All ranks raise, or some would wait in the collectives that follow.
-        problems = gathered(problem, distributed=True, group=self.mesh.get_group())
+        problems = gather_values(problem, distributed=True, group=self.mesh.get_group())
         if conflict := next(filter(None, problems), ""):
             raise CheckpointError(
                 f"this strategy updates several parameters as one flat piece, but in the checkpoint {conflict}. Load "

@@ -46,7 +46,7 @@ def rounds_first(module: Any) -> bool:
     return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
 
 
-def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_input(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Gathers an input [B, T, I] along ``dim``, rounded first if possible; its gradients are summed."""
     if not rounds_first(module):
         return traced_gather(x, dim, group)
@@ -55,7 +55,7 @@ def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -
     return whole
 
 
-def scattered(module: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def scatter_sum(module: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sums results [T B, O] and keeps this rank's rows; gradients are gathered rounded if possible."""
     if not rounds_first(module):
         return traced_scatter(x, 0, group)

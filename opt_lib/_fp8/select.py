@@ -123,7 +123,7 @@ class Selection:
 
     def describe_kept(self) -> str:
         """Skipped layers with the reasons; empty if there are none."""
-        return "; ".join(f"{folded(names)}: {reason}" for reason, names in self.kept.items())
+        return "; ".join(f"{fold_names(names)}: {reason}" for reason, names in self.kept.items())
 
 
 def find_linears(
@@ -191,7 +191,7 @@ def lora_layers(
     ]
 
 
-def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
+def unmatched_parts(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
     """Entries of ``parts`` that no linear's name contains, each with the parts of names nearest to it."""
     names = [
         plain_name(path)
@@ -214,7 +214,7 @@ def _dotted_segments(names: Iterable[str], length: int) -> list[str]:
     return list(segments)
 
 
-def folded(names: Iterable[str]) -> str:
+def fold_names(names: Iterable[str]) -> str:
     """Names with their numbers replaced by ``*``, equal ones counted: ``"layers.*.up (24), stem"``."""
     counts: dict[str, list[str]] = {}
     for name in names:

@@ -98,10 +98,10 @@ def _switchable_class(kind: Any) -> type[nn.Module]:
     def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         if module.is_exact:
             return traced_gather(x, dim, group)
-        return exchanges.gathered(module, _cast_input(x), dim, group)
+        return exchanges.gather_input(module, _cast_input(x), dim, group)
 
     def scattered(module: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return traced_scatter(x, 0, group) if module.is_exact else exchanges.scattered(module, x, group)
+        return traced_scatter(x, 0, group) if module.is_exact else exchanges.scatter_sum(module, x, group)
 
     body = {"__doc__": kind.__doc__, "__module__": __name__, "is_exact": False, "forward": forward}
     return type("Float8Linear", (kind,), {**body, **{f.__name__: f for f in (product, gathered, scattered)}})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import gathered
+from atorch_ns.cluster import gather_values
 from atorch_ns.errors import BatchSizeError, StepError
 from atorch_ns.job import Job, is_on_meta, parameter_names
 from atorch_ns.pipeline import (
@@ -170,8 +170,8 @@ def _finding_thawed(job: Job) -> Callable[[], frozenset[str]]:
         trainable = {plain_name(name) for name, p in job.module.named_parameters() if p.requires_grad}
         mine = trainable & frozen
         # A flag first: names are sent where there are new ones.
-        if any(gathered(not mine <= all_thawed, distributed=True, group=group)):
-            all_thawed = all_thawed.union(*gathered(sorted(mine), distributed=True, group=group))
+        if any(gather_values(not mine <= all_thawed, distributed=True, group=group)):
+            all_thawed = all_thawed.union(*gather_values(sorted(mine), distributed=True, group=group))
         return all_thawed
 
     # If nothing is frozen, nobody asks: gradients of parameters frozen later are received and ignored.

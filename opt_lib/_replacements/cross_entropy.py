@@ -84,7 +84,10 @@ class DeferredLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return func(*map(computed, args), **{key: computed(value) for key, value in (kwargs or {}).items()})
+        return func(
+            *map(compute_logits, args),
+            **{key: compute_logits(value) for key, value in (kwargs or {}).items()},
+        )
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for such names: that must not compute the logits.
@@ -115,7 +118,7 @@ class DeferredLogits:
         return -self.tensor()
 
 
-def computed(value: Any) -> Any:
+def compute_logits(value: Any) -> Any:
     """Logits as a tensor; anything else as it is."""
     return value.tensor() if isinstance(value, DeferredLogits) else value
 
@@ -146,7 +149,7 @@ class DeferredLoss:
         operands = logits.operands(vocab_size) if isinstance(logits, DeferredLogits) else None
         if operands is None:
             return self._function(
-                computed(logits),
+                compute_logits(logits),
                 labels,
                 vocab_size,
                 num_items_in_batch=num_items_in_batch,
@@ -332,7 +335,7 @@ def _model_forward(source: Any) -> Forward:
 def _without_logits(output: Any) -> Any:
     """A model's output with ``None`` for logits that were never computed."""
     if isinstance(output, tuple):
-        return tuple(computed(value) for value in output)  # callers read it by position
+        return tuple(compute_logits(value) for value in output)  # callers read it by position
     if isinstance(output, Mapping):
         for name, value in output.items():
             if isinstance(value, DeferredLogits):

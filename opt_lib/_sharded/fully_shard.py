@@ -24,7 +24,7 @@ from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.job.reducer import require_dense_gradients
 from atorch_ns.strategy import MODEL_AXES
-from atorch_ns.text import counted
+from atorch_ns.text import count_noun
 from atorch_ns.torch_compat import is_view, plain_name, visit_first
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.gather import ShardsBetweenPasses, gather_for_methods, gather_where_read
@@ -129,7 +129,7 @@ def _keep_read_by_hooks(
     # A penalty that hooks compute of weights may have its own backward pass, for which no unit is gathered.
     read = [unit for unit in units if _is_read_by_hooks(unit)]
     if read:
-        number = counted(len(read), "unit")
+        number = count_noun(len(read), "unit")
         job.explain(method, f"{number} stay gathered: hooks of their modules read weights")
     return {unit: {**options, "reshard_after_forward": False} for unit in read}
 

@@ -136,7 +136,7 @@ class ShardsBetweenPasses:
             output, scope = None, self.autocast_outside(job)
             # One rank may call it alone without a batch, as one that saves a dict of weights.
             if not any(map(_has_tensors, (*args, *kwargs.values()))):
-                with scope:
+                with scope, _explain_storage(method.__name__):
                     return method(*args, **kwargs)
             self._begin_pass()
             try:
@@ -237,6 +237,19 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _public_methods(module):
             module.__dict__[name] = passes[0].around(method, job)
+
+
+@contextmanager
+def _explain_storage(method: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "invalid python storage" not in str(error):  # torch's error about the memory of a DTensor
+            raise
+        raise StepError(
+            f"{method}() reads the memory of divided weights, of which each rank has a part. Call "
+            'checkpoint.export_safetensors(result, "folder") on every rank, which transformers\' from_pretrained reads.'
+        ) from error
 
 
 def _has_tensors(argument: Any) -> bool:

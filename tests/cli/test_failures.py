@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch_ns.cli._failures import described, failure_record, split_debug, wants_json
+from atorch_ns.cli._failures import describe, failure_record, split_debug, wants_json
 from atorch_ns.cli._on_ranks import _silent_end
 from atorch_ns.errors import InputError
 from atorch_ns.processes import RankEnd
@@ -33,8 +33,8 @@ def test_json_of_a_launched_script_does_not_count() -> None:
 
 
 def test_an_unforeseen_error_names_its_type_and_the_way_to_its_place() -> None:
-    assert described(InputError("no such thing.")) == "no such thing."
-    assert described(KeyError("x")) == "unexpected KeyError: 'x'. --debug shows where."
+    assert describe(InputError("no such thing.")) == "no such thing."
+    assert describe(KeyError("x")) == "unexpected KeyError: 'x'. --debug shows where."
 
 
 def test_a_record_keeps_letters_as_they_are() -> None:

@@ -19,7 +19,7 @@ from atorch_ns.cluster import (
     agree,
     agreement,
     from_first,
-    gathered,
+    gather_values,
     same_everywhere,
     sharing_failures,
 )
@@ -33,7 +33,7 @@ def _raise() -> int:
 
 def _others_answer(monkeypatch: pytest.MonkeyPatch, *answers: Any, ranks: list[int]) -> None:
     """This process is the first rank of a group of ``ranks``; the others answer ``answers``."""
-    monkeypatch.setattr(agreement, "gathered", lambda value, **_: [value, *answers])
+    monkeypatch.setattr(agreement, "gather_values", lambda value, **_: [value, *answers])
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: ranks)
 
 
@@ -53,9 +53,9 @@ def test_a_value_that_cannot_be_sent_is_no_lost_rank(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         RankError, match=r"one of the ranks 4, 5 no longer answers.*Connection closed by peer"
     ):
-        gathered(1, distributed=True)
+        gather_values(1, distributed=True)
     with pytest.raises(RuntimeError, match="it has no storage") as caught:
-        gathered(_Unwritable(), distributed=True)
+        gather_values(_Unwritable(), distributed=True)
     assert not isinstance(caught.value, RankError)
 
 
@@ -94,7 +94,7 @@ def test_one_process_agrees_with_itself() -> None:
     assert agree(lambda: None, what="nothing", distributed=False) is None
     assert Cluster().on_first(lambda: 3, what="counting") == 3
     assert from_first("text", distributed=False) == "text"
-    assert gathered("text", distributed=False) == ["text"]
+    assert gather_values("text", distributed=False) == ["text"]
     same_everywhere({"model": "a"}, distributed=False)
     with pytest.raises(OSError, match="the disk is full"):
         agree(_raise, what="writing", distributed=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atorch_ns.doctor.node_findings import clocks, combined, differences, failures, reachability, speeds
+from atorch_ns.doctor.node_findings import clocks, combine_checks, differences, failures, reachability, speeds
 from tests.doctor.nodes import nodes_of
 
 _RATES = {"latency_s": 1e-4, "num_bytes": 2**24, "n": 5}
@@ -104,7 +104,7 @@ def test_whose_failure_came_first() -> None:
 def test_a_check_of_one_machine_on_all_nodes() -> None:
     fine = {"check": "disk", "verdict": "pass", "text": "fast", "fix": "", "figures": {}}
     full = {**fine, "verdict": "warn", "text": "full", "fix": "df -h"}
-    found = combined("disk", {0: [fine], 1: [full]}, nodes_of("a", "b", "c"), 10)
+    found = combine_checks("disk", {0: [fine], 1: [full]}, nodes_of("a", "b", "c"), 10)
     assert [(each.verdict, each.text) for each in found] == [
         ("pass", "node 0 (a): fast"),
         ("warn", "node 1 (b): full"),

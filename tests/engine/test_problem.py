@@ -117,7 +117,7 @@ def test_a_profile_with_replaced_costs_survives_json() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "note"),
-    [(Breaking, "could not be profiled (RuntimeError: no such thing)"), (Growing, "divided otherwise")],
+    [(Breaking, "could not be profiled (RuntimeError: no such thing)"), (Growing, "has other segments")],
 )
 def test_what_cannot_be_profiled_is_a_note(kind: type[Method[Any]], note: str) -> None:
     profile = _with(kind, _model())

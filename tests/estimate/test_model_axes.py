@@ -19,7 +19,7 @@ from atorch_ns.estimate.memory.reserved import workspace_bytes
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.estimate.model_shard import Memo
-from atorch_ns.estimate.stages import staged, stages_of
+from atorch_ns.estimate.stages import shard_stages, stages_of
 from atorch_ns.job import PeakMemory
 from atorch_ns.pipeline import StageCosts, get_schedule, simulate
 from atorch_ns.profile import Profile, SegmentCost, profile_model
@@ -116,7 +116,7 @@ def _kept(plan: Plan, profile: Profile) -> set[tuple[int, ...]]:
     assert profile.trace is not None
     memo = Memo()
     _, sizes = PlanTable.of([plan]).sizes(0, Workload(global_batch=BATCH), memo)
-    parts, _ = staged(profile.trace, sizes, memo)
+    parts, _ = shard_stages(profile.trace, sizes, memo)
     counts = np.stack([np.broadcast_to(count, len(parts.sizes)) for count in parts.counts], axis=1)
     base: Parameters = parameters_of(profile.trace, plan, tied=parts.is_cut)
     own = base.part(parts.sizes.tensor, parts.sizes.expert, counts)

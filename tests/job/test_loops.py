@@ -318,6 +318,9 @@ class Saved(Net):
     def save(self, path: str, weights: dict[str, torch.Tensor]) -> str:
         return path
 
+    def address(self) -> int:
+        return self.scale.untyped_storage().data_ptr()
+
     def write(self, x: torch.Tensor) -> None:
         with torch.no_grad():
             self.scale.fill_(float(x.mean()))
@@ -325,6 +328,8 @@ class Saved(Net):
 
 def _save_and_write() -> str:
     result = accelerated(Saved(), ["fsdp"])
+    with pytest.raises(StepError, match="reads the memory of divided weights"):
+        result.model.address()
     if dist.get_rank() == 0:
         assert result.model.save("here", {"x": X}) == "here"
     try:

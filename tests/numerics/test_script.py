@@ -16,7 +16,7 @@ NAN, INF = float("nan"), float("inf")
 def _record(folder: Path, run: str, values: list[Any], *, step: int = 1, rank: int = 0) -> None:
     (folder / run).mkdir(exist_ok=True)
     torch.save(
-        {"where": "train.py:1: step()", "tensors": {("weight", "w"): torch.tensor(values)}, "boxes": {}},
+        {"where": "train.py:1: step()", "tensors": {("weight", "w"): torch.as_tensor(values)}, "boxes": {}},
         folder / run / f"{step}-0-{step}-{rank}.pt",
     )
 
@@ -48,6 +48,17 @@ def test_what_is_more_than_rounding(
     difference, largest = compare_runs(tmp_path, 1, reduced=False)
     assert (difference is None) is passes
     assert [row.step for row in largest] == [0, 1]
+
+
+def test_weights_of_16_bits_are_rounded_from_the_first_record_on(tmp_path: Path) -> None:
+    for run, values in (
+        ("one", [1.001]),
+        ("ranks", torch.tensor([1.001], dtype=torch.bfloat16)),
+        ("rounding", [1.001]),
+    ):
+        _record(tmp_path, run, values, step=0)
+        _record(tmp_path, run, values)
+    assert compare_runs(tmp_path, 1, reduced=True)[0] is None
 
 
 def test_imaginary_parts_count(tmp_path: Path) -> None:

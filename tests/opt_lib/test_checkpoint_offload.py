@@ -18,7 +18,7 @@ from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerate_case
 from opt_lib import _recompute as _recompute_module
 from opt_lib import checkpoint as module_under_test
-from opt_lib._recompute import offloaded
+from opt_lib._recompute import offload_saved
 from opt_lib.checkpoint import ActivationCheckpointConfig
 
 GPU = torch.device("cuda")
@@ -51,7 +51,7 @@ def test_inputs_of_blocks_are_kept_and_nothing_else(reentrant: bool) -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
     config = ActivationCheckpointConfig(no_reentrant=not reentrant)
-    run = offloaded(module_under_test._make_recompute_function(config), GPU)
+    run = offload_saved(module_under_test._make_recompute_function(config), GPU)
     gradients = []
     for call in (run, lambda block, x: checkpoint(block, x, use_reentrant=False)):
         x = start = torch.ones(5, 8, requires_grad=True)
@@ -76,7 +76,7 @@ def test_on_a_cpu_nothing_is_copied_and_a_notice_says_so() -> None:
     def function() -> None:
         pass
 
-    assert offloaded(function, torch.device("cpu")) is function
+    assert offload_saved(function, torch.device("cpu")) is function
     with pytest.warns(UserWarning, match="offload is not used: activations are in host memory already"):
         result = accelerate_case(get_case("mlp"), [("checkpoint", {"offload": True})])
     assert any("recomputed" in row.why for row in result.report.rows)
@@ -86,7 +86,7 @@ def test_a_compiled_block_offloads_its_input() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-    run = offloaded(module_under_test._make_recompute_function(ActivationCheckpointConfig()), GPU)
+    run = offload_saved(module_under_test._make_recompute_function(ActivationCheckpointConfig()), GPU)
     compiled = torch.compile(lambda x: run(block, x), backend="aot_eager")
     found = []
     for call in (compiled, block):

@@ -81,54 +81,20 @@ REFUSED: Final[dict[tuple[str, str], str]] = {
 
 
 DIVISIONS: Final[dict[str, tuple[set[str], set[str], str]]] = {
-    "transformers/qwen2_vl": (set(), {"model.visual.merger.mlp"}, "layers outside of blocks are not priced"),
-    "transformers/qwen3_5": (
-        {"model.language_model.layers.*.linear_attn"},
-        {"model.visual.merger"},
-        "a recurrence over positions mixes what lies between its layers; layers outside of blocks are not priced",
-    ),
     "transformers/bloom": (
         {"transformer.h.*.self_attention"},
         set(),
-        "biases for the heads of all ranks come in as an argument",
+        "biases for the heads of all ranks come in as an argument, which only numbers show",
     ),
-    "transformers/deepseek_v3": (
-        {"model.layers.*.self_attn"},
-        set(),
-        "two layers that are one of low rank, before heads that stay whole",
-    ),
-    "transformers/falcon": ({"transformer.h.*.self_attention"}, set(), "one head of keys and values"),
-    "transformers/gpt_oss": ({"model.layers.*.self_attn"}, set(), "a trained sink of every head"),
-    "transformers/jamba": ({"model.layers.*.mamba"}, set(), "a recurrence"),
-    "transformers/mamba": ({"backbone.layers.*.mixer"}, set(), "a recurrence"),
-    "transformers/prophetnet": ({"prophetnet"}, set(), "the embedding is used outside of its layer too"),
     "transformers/t5": (
         {
-            "",
             "decoder.block.*.layer.*.EncDecAttention",
             "decoder.block.*.layer.*.SelfAttention",
             "encoder.block.*.layer.*.SelfAttention",
         },
         set(),
-        "biases for the heads of all ranks come from the first block; the embedding is used by two layers",
+        "biases for the heads of all ranks come from the first block, which only numbers show",
     ),
-    "transformers/mobilebert": (
-        {
-            "cls",
-            "mobilebert.embeddings",
-            "mobilebert.encoder.layer.*.attention.self",
-            "mobilebert.encoder.layer.*.bottleneck.attention",
-        },
-        {"cls.predictions.transform", "mobilebert.encoder.layer.*.attention.self"},
-        "queries and keys may begin a region with the bottleneck before them or with their own layers",
-    ),
-    "transformers/swin": (
-        {"swin.encoder.layers.*.blocks.*.attention"},
-        set(),
-        "a table of biases of every head",
-    ),
-    "transformers/chinese_clip": (set(), {""}, "layers outside of blocks are not priced"),
-    "by hand/Containers": (set(), {"layers.*"}, "blocks that are never called are not priced"),
 }
 """Where the division that the search prices is not the one that runs: the owners of parameters that are priced as divided
 and run otherwise, of those that run divided and are priced otherwise, and the reason."""

@@ -119,7 +119,7 @@ class _Place:
         return hash(self.number)
 
 
-def filled(nest: Any, tensors: Sequence[Any]) -> Any:
+def fill_nest(nest: Any, tensors: Sequence[Any]) -> Any:
     """A nest with tensors in place of the indices from :func:`flat_arguments`."""
     return map_leaves(lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, nest)
 
@@ -137,7 +137,7 @@ class _Flat(nn.Module):
         self._results = results  # export takes back what a forward pass writes to its module
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        args, kwargs = filled(self._structure, tensors)
+        args, kwargs = fill_nest(self._structure, tensors)
         with repeatable(self.inner), reads_recorded(self.inner) as reads:
             results = self.inner(*args, **kwargs)
         self._reads.update(reads)

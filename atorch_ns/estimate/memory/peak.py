@@ -24,7 +24,7 @@ from atorch_ns.estimate.memory.sharded import sharded_moments
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, computed_in, cost_of, distinct_rows
-from atorch_ns.estimate.stages import staged
+from atorch_ns.estimate.stages import shard_stages
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import Plan
@@ -60,7 +60,7 @@ def price_memory(
     for index, plan in enumerate(table.templates):
         rows, sizes = table.sizes(index, workload, memo)
         if rows.size:
-            parts, owners = staged(trace, sizes, memo)
+            parts, owners = shard_stages(trace, sizes, memo)
             kind = _build_plan_group(plan, trace, workload, parts, device_type=device_type, memo=memo)
             peaks, moments = _price_peak(kind)
             if device_type == "cuda":

@@ -43,7 +43,7 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
         num_samples = workload.global_batch // plan.num_data_ranks
         passes = usual_micro_batches(plan.pipeline, plan.size("pipeline"), num_samples)
         plan = replace(plan, num_micro_batches=passes)
-    calls = list(exchanged(plan, trace, workload)) if divides else []
+    calls = list(model_axis_collectives(plan, trace, workload)) if divides else []
     part = first_part(plan, trace) if divides else trace
     if plan.num_data_ranks > 1:
         calls += _of_data(plan, part, divides)
@@ -171,7 +171,7 @@ def _merge_collectives(calls: Iterable[Collective]) -> tuple[Collective, ...]:
     return tuple(Collective(kind, axis, *both) for (kind, axis), both in sums.items() if both[0])
 
 
-def unpredicted(plan: Plan) -> str:
+def unpredicted_reason(plan: Plan) -> str:
     """The reason why the collectives of a plan are not predicted, as a clause; empty if they are."""
     axes = [name for name in ("sequence", "expert") if plan.size(name) > 1]
     if axes:
@@ -236,7 +236,7 @@ def tied_bytes(plan: Plan, trace: Trace) -> int:
     return sum(sizes.values())
 
 
-def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collective]:
+def model_axis_collectives(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collective]:
     """Collectives along ``tensor`` and ``pipeline`` in one step."""
     passes = plan.num_micro_batches
     samples = workload.global_batch / (plan.num_data_ranks * passes)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import BackendError, InputError
 from atorch_ns.job.job import Job, ParameterGroups
-from atorch_ns.text import counted, error_text
+from atorch_ns.text import count_noun, error_text
 from atorch_ns.torch_compat import TorchDispatchMode
 
 _SHAPES: Final = ((4, 6), (6, 4))  # of the two trial parameters
@@ -93,8 +93,8 @@ def _refuse_choice(job: Job, groups: ParameterGroups) -> None:
         return
     if len(new_groups) > 1 or len(new_groups[0]["params"]) < len(params):
         raise InputError(
-            f"optim_func makes {counted(len(new_groups), 'group')} of {sum(len(group['params']) for group in new_groups)} of the "
-            f"{counted(len(params), 'parameter')}. Under this strategy it gets groups, [{{'params': [...]}}], of which ranks hold "
+            f"optim_func makes {count_noun(len(new_groups), 'group')} of {sum(len(group['params']) for group in new_groups)} of the "
+            f"{count_noun(len(params), 'parameter')}. Under this strategy it gets groups, [{{'params': [...]}}], of which ranks hold "
             "parts: split groups by optim_param_func=lambda model: groups, or train under ddp, fsdp or zero2."
         )
 

@@ -297,7 +297,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if not self._has_warned and any(map(self.masters.is_rounded, updated)):
             self._has_warned = True
             warnings.warn(
-                f"a {type(optimizer).__name__} not created by auto_accelerate updates 16-bit weights: its updates are rounded, and "
+                f"an optimizer not created by auto_accelerate ({type(optimizer).__name__}) updates 16-bit weights: its updates are rounded, and "
                 "the fp32 copies take over what is rounded. Let result.optim update them (optim_func, with groups).",
                 stacklevel=3,
             )
@@ -306,7 +306,7 @@ class StepOptimizer(torch.optim.Optimizer):
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p in self._scaled_versions for p in updated):
             raise StepError(
-                f"a {type(optimizer).__name__} not created by auto_accelerate would update parameters whose gradients have the "
+                f"an optimizer not created by auto_accelerate ({type(optimizer).__name__}) would update parameters whose gradients have the "
                 "loss scale of fp16. Let result.optim update them (optim_func, with groups), or use bf16, which has no scale."
             )
 

@@ -20,7 +20,7 @@ from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.calls import is_random, runnable, without_autocast
-from atorch_ns.operators.divided.conversions import ArgumentNeed, converted, local_shape
+from atorch_ns.operators.divided.conversions import ArgumentNeed, convert_placement, local_shape
 from atorch_ns.operators.divided.divide import OperatorDivision, Piece, pieces
 from atorch_ns.operators.rules.rule import WHOLE, Placement, whole_rule
 from atorch_ns.sharding.collectives import simulate, total
@@ -252,7 +252,8 @@ def _run_rank(
         values.update(zip(piece.gives, results, strict=True))
     need = ArgumentNeed(WHOLE, False)  # every rank uses the results in the same way
     outputs = [
-        converted(values[node.name], division.placement(node), need, group) for node in division.graph.outputs
+        convert_placement(values[node.name], division.placement(node), need, group)
+        for node in division.graph.outputs
     ]
     _run_backward(outputs, record.cotangents)
     for name, value in copies.items():

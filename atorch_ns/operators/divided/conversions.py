@@ -110,7 +110,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tu
     return tuple(size // degree if dim == placement.dim else size for dim, size in enumerate(shape))
 
 
-def converted(x: Any, source: Placement, need: ArgumentNeed, group: Any) -> Any:
+def convert_placement(x: Any, source: Placement, need: ArgumentNeed, group: Any) -> Any:
     """Converts ``x`` from the placement ``source`` to the needed one."""
     for step in steps(source, need):
         x = step.collective(x, *step.dims, group)

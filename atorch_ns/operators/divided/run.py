@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from atorch_ns.capture.graph.capture import Captured, CaptureError, capture, filled, flat_arguments
+from atorch_ns.capture.graph.capture import Captured, CaptureError, capture, fill_nest, flat_arguments
 from atorch_ns.capture.graph.operator_graph import OperatorGraph
 from atorch_ns.capture.graph.python_state import PythonState, UnrepeatableError, carry_state, refuse_hooks
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
-from atorch_ns.operators.divided.conversions import ArgumentNeed, converted
+from atorch_ns.operators.divided.conversions import ArgumentNeed, convert_placement
 from atorch_ns.operators.divided.divide import OperatorDivision, Piece, pieces
 from atorch_ns.operators.rules.rule import WHOLE, Placement
-from atorch_ns.sharding.rank_context import isolated, local_part
+from atorch_ns.sharding.rank_context import call_in_thread, local_part
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
 
@@ -90,7 +90,7 @@ class DividedForward:
             InputError: if it cannot be divided.
         """
         tensors, structure = flat_arguments(args, kwargs)
-        return filled(
+        return fill_nest(
             *self._find_pass(model, args, kwargs, tensors, structure=structure).run(
                 model, tensors, self._group
             )
@@ -133,7 +133,7 @@ class DividedForward:
                 return capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
 
         try:  # by itself: what recomputes a unit counts what is called in it
-            new_capture = isolated(captured_here, self._device)
+            new_capture = call_in_thread(captured_here, self._device)
         except CaptureError as error:
             raise CallError(str(error)) from error
         if len(stale) == _MANY:
@@ -237,7 +237,8 @@ class _Pass:
                 values.pop(name, None)  # frees memory, unless autograd keeps it
         whole = ArgumentNeed(WHOLE, False)
         results = [
-            converted(values[name], placement, whole, group) for name, placement in self._output_placements
+            convert_placement(values[name], placement, whole, group)
+            for name, placement in self._output_placements
         ]
         return self.captured.outputs, results
 

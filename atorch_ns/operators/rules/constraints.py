@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 
 from atorch_ns.errors import InputError
 from atorch_ns.operators.rules.rule import Rule
-from atorch_ns.text import counted, did_you_mean, with_article
+from atorch_ns.text import count_noun, did_you_mean, with_article
 
 _FIELDS: Final = ("name", "parent_module", "allowed_partition_dims", "replica_allowed")
 
@@ -89,11 +89,13 @@ def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
         problems += [f"entry {number}: {problem}." for problem in errors]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise InputError(f"{counted(len(problems), 'problem')} in the partition constraints {path}:\n{lines}")
+        raise InputError(
+            f"{count_noun(len(problems), 'problem')} in the partition constraints {path}:\n{lines}"
+        )
     return tuple(constraints.values())
 
 
-def allowed(
+def allowed_rules(
     rules: Iterable[Rule], operator: str, modules: Sequence[str], constraints: Sequence[Constraint]
 ) -> tuple[Rule, ...]:
     """The rules of an operator that the constraints allow; all rules if no constraint applies.
@@ -120,7 +122,9 @@ def allowed(
     return legal
 
 
-def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Constraint]) -> tuple[str, ...]:
+def unused_warnings(
+    calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Constraint]
+) -> tuple[str, ...]:
     """A warning for each constraint that matches no call.
 
     Args:

@@ -28,7 +28,7 @@ from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.operators.rules.annotation import Annotation, Shape
 from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
-from atorch_ns.text import counted, error_line, with_article
+from atorch_ns.text import count_noun, error_line, with_article
 from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels, sample_size
 
 Annotating = str | Callable[..., str]
@@ -176,7 +176,7 @@ def run(entry: RegisteredOperator, values: Sequence[Any], num_results: int) -> A
         or [isinstance(output, torch.Tensor) for output in outputs] != [True] * num_results
     ):
         raise InputError(
-            f"{entry.name} returns {with_article(results)}, but its annotation says it returns {counted(num_results, 'tensor')}. "
+            f"{entry.name} returns {with_article(results)}, but its annotation says it returns {count_noun(num_results, 'tensor')}. "
             "Correct the annotation, and return only tensors."
         )
     memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}  # the schema promises others

@@ -26,7 +26,7 @@ from atorch_ns.pipeline.plan.stage_costs import (
     largest_term,
     step_seconds,
 )
-from atorch_ns.text import bytes_text, counted
+from atorch_ns.text import bytes_text, count_noun
 
 Array = NDArray[np.float64]
 
@@ -335,7 +335,7 @@ def _step_times(cost: StageCost) -> tuple[float, float]:
 
 
 def _none_fits(cost: Cost, task: PipelineTask) -> str:
-    what = f"no pipeline of {counted(task.num_segments, 'segment')} fits on {counted(task.num_devices, 'device')}: "
+    what = f"no pipeline of {count_noun(task.num_segments, 'segment')} fits on {count_noun(task.num_devices, 'device')}: "
     for start in range(task.num_segments):  # a segment that fits alone on no stage is the reason
         costs = [
             cost(start, start + 1, degree, again, task.in_flight(1))

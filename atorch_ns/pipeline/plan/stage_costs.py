@@ -13,7 +13,7 @@ from typing import NamedTuple
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule.schedules import get_schedule
 from atorch_ns.pipeline.schedule.simulate import StageCosts, simulate
-from atorch_ns.text import counted
+from atorch_ns.text import count_noun
 
 
 class StageCost(NamedTuple):
@@ -92,7 +92,7 @@ class PipelineTask:
         most = min(self.num_segments, self.num_devices // min(self.allowed_degrees))
         if self.num_stages is not None and not 1 <= self.num_stages <= most:
             raise InputError(
-                f"{counted(self.num_segments, 'segment')} on {counted(self.num_devices, 'device')} make 1 to {most} "
+                f"{count_noun(self.num_segments, 'segment')} on {count_noun(self.num_devices, 'device')} make 1 to {most} "
                 f"stages, not {self.num_stages}. Use fewer stages, or none for the fastest number."
             )
 

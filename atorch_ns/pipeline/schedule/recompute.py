@@ -8,7 +8,7 @@ from typing import Literal
 
 from atorch_ns.errors import InputError
 from atorch_ns.strategy import Recomputation
-from atorch_ns.text import counted
+from atorch_ns.text import count_noun
 
 ByStage = Literal["same", "level", "merak"]
 
@@ -49,7 +49,7 @@ class RecomputeShare:
         if isinstance(self.share, tuple) and len(self.share) > num_stages:
             raise InputError(
                 f"share of recomputed blocks has {len(self.share)} numbers, {list(self.share)}, for "
-                f"{counted(num_stages, 'stage')}. Give one for each."
+                f"{count_noun(num_stages, 'stage')}. Give one for each."
             )
 
     @property

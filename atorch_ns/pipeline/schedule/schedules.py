@@ -14,7 +14,7 @@ from atorch_ns.pipeline.schedule import orders
 from atorch_ns.pipeline.schedule.actions import MOST_PASSES, Action, Orders, check_orders
 from atorch_ns.pipeline.schedule.orders import Order, PipelineSize
 from atorch_ns.system import table_rows
-from atorch_ns.text import counted, error_text, near_matches, with_article
+from atorch_ns.text import count_noun, error_text, near_matches, with_article
 
 
 def train_step_only(method: str) -> str:
@@ -90,8 +90,8 @@ class ScheduleInfo:
     def refusal(self, size: PipelineSize, problem: str) -> InputError:
         """The error for an order that cannot be run, with the reason."""
         return InputError(
-            f"the order of the schedule {self.name} cannot be run on {counted(size.num_ranks, 'rank')} with "
-            f"{counted(size.num_micro_batches, 'micro-batch', 'micro-batches')}: {problem}."
+            f"the order of the schedule {self.name} cannot be run on {count_noun(size.num_ranks, 'rank')} with "
+            f"{count_noun(size.num_micro_batches, 'micro-batch', 'micro-batches')}: {problem}."
         )
 
     def _users_order(self, rank: int, size: PipelineSize) -> tuple[Action, ...]:
@@ -120,8 +120,8 @@ class ScheduleInfo:
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         if num_ranks < 1 or num_micro_batches < 1 or on_rank < 1:
             return (
-                f"a pipeline of {counted(num_ranks, 'rank')} with {counted(on_rank, 'stage')} each and "
-                f"{counted(num_micro_batches, 'micro-batch', 'micro-batches')} is none. Use 1 or more of each."
+                f"a pipeline of {count_noun(num_ranks, 'rank')} with {count_noun(on_rank, 'stage')} each and "
+                f"{count_noun(num_micro_batches, 'micro-batch', 'micro-batches')} is none. Use 1 or more of each."
             )
         if on_rank < self.fewest_stages or (self.most_stages is not None and on_rank > self.most_stages):
             return (
@@ -182,12 +182,12 @@ class ScheduleInfo:
     def reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
         """The reason why the schedule cannot run this number of micro-batches."""
         if num_micro_batches < self.fewest_micro_batches:
-            return f"{self.name} needs at least {counted(self.fewest_micro_batches, 'micro-batch', 'micro-batches')}."
+            return f"{self.name} needs at least {count_noun(self.fewest_micro_batches, 'micro-batch', 'micro-batches')}."
         if self.micro_batches == "stages":
             return (
                 f"{self.name} needs at least as many micro-batches as stages, but there are only "
-                f"{counted(num_micro_batches, 'micro-batch', 'micro-batches')} and {num_ranks * on_rank} stages "
-                f"({counted(num_ranks, 'rank')} × {on_rank})."
+                f"{count_noun(num_micro_batches, 'micro-batch', 'micro-batches')} and {num_ranks * on_rank} stages "
+                f"({count_noun(num_ranks, 'rank')} × {on_rank})."
             )
         rounds = num_micro_batches // num_ranks
         return (
@@ -269,8 +269,8 @@ def _first_accepted(
 
 def _stages_text(info: ScheduleInfo) -> str:
     if info.fewest_stages == info.most_stages:
-        return f"exactly {counted(info.fewest_stages, 'stage')}"
-    return f"at least {counted(info.fewest_stages, 'stage')}"
+        return f"exactly {count_noun(info.fewest_stages, 'stage')}"
+    return f"at least {count_noun(info.fewest_stages, 'stage')}"
 
 
 def _names_for(on_rank: int) -> str:

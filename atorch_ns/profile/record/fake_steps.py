@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.nests import map_tensors, resized, resized_shape
+from atorch_ns.capture.nests import map_tensors, resize, resized_shape
 from atorch_ns.capture.real_values import RealValues, fake_like, largest_real, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.profile.record.steps import RecordedStep, StepPrecision, TracedModel, record_step
@@ -62,7 +62,7 @@ class FakeSteps:
         if not may_be_real(tensor, math.prod(shape), self._device, largest=largest):  # floats and large ones
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
         with outside_fake_mode():  # masks and positions keep their values
-            return resized(tensor.detach().to(self._device), shape)
+            return resize(tensor.detach().to(self._device), shape)
 
 
 def copied_paths(subject: TracedModel, containers: Mapping[str, Container]) -> tuple[str, ...]:
@@ -99,6 +99,6 @@ def real_copy(subject: TracedModel, precision: StepPrecision, num_samples: int) 
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         shape = resized_shape(tuple(tensor.shape), subject.sizes, (num_samples, subject.sizes[1]))
-        return resized(tensor.detach().to(device), shape)
+        return resize(tensor.detach().to(device), shape)
 
     return copy_structure(subject.model, make, {}), map_tensors(rows, subject.batch)

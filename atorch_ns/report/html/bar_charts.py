@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, fitted, legend_rows, nice_ticks, text_width
+from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, fit_text, legend_rows, nice_ticks, text_width
 from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow, used_parts
 from atorch_ns.report.info.verdict import WaterfallBar, WaterfallInfo
 from atorch_ns.report.text.text import KIND_NAMES, timeline_sentence
@@ -41,7 +41,7 @@ def waterfall_picture(info: WaterfallInfo) -> str:
     scale = (WIDTH - max(text_width(amount) for *_, amount in rows) - _GAP) / longest
     for position, (label, low, high, style, amount) in enumerate(rows):
         y = _STEP_ROW * position
-        canvas.text(0, y + FONT, fitted(label, WIDTH))
+        canvas.text(0, y + FONT, fit_text(label, WIDTH))
         length = max((high - low) * scale, 1.5)  # a small change is still seen
         canvas.box(low * scale, y + FONT + 6, length, _STEP_BAR, style=style)
         canvas.text(high * scale + _GAP, y + FONT + 20, amount)
@@ -127,7 +127,7 @@ def _draw_bar(
     role = " ✓" if bar.is_best else " (baseline)" if bar.is_baseline else ""
     style = "strong" if bar.is_best else ""
     room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)  # room beside the figure
-    canvas.text(0, y + FONT, fitted(f"#{bar.number} {bar.label}", room) + role, style=style)
+    canvas.text(0, y + FONT, fit_text(f"#{bar.number} {bar.label}", room) + role, style=style)
     canvas.text(canvas.width, y + FONT, amount, style=style, anchor="end")
     # Parts lie side by side from the left, numbered where they are wide enough.
     x, top = 0.0, y + FONT + 6

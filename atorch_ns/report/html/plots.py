@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, nice_ticks, text_width
 from atorch_ns.report.info.accuracy import AccuracyInfo
 from atorch_ns.report.info.candidates import HistoryInfo, ParetoInfo, ParetoPoint
-from atorch_ns.text import bytes_text, counted, number_text, percent_text, seconds_text
+from atorch_ns.text import bytes_text, count_noun, number_text, percent_text, seconds_text
 
 _FAR = 20.0  # an axis is logarithmic from this ratio of the highest value to the lowest
 
@@ -62,9 +62,7 @@ def history_picture(info: HistoryInfo) -> str:
     if info.lower_bound_seconds is not None:
         least.append(info.lower_bound_seconds)
     best = min((point.best_seconds for point in info.points if point.best_seconds), default=None)
-    description = (
-        f"{counted(len(info.points), 'trial')}, {len(errors)} failed; the best step was {seconds_text(best)}."
-    )
+    description = f"{count_noun(len(info.points), 'trial')}, {len(errors)} failed; the best step was {seconds_text(best)}."
     canvas = Canvas("history", "Trials in their order", description, WIDTH, height=300)
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / 8))  # about 8 ticks

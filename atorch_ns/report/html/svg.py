@@ -120,7 +120,7 @@ def text_width(text: str) -> float:
     return FONT * (0.7 * (len(text) - wide) + wide)
 
 
-def fitted(text: str, width: float) -> str:
+def fit_text(text: str, width: float) -> str:
     """The text, shortened to about this width."""
     room = max(1, int(width / (FONT * _CHARACTER)))
     return text if len(text) <= room else text[: room - 1].rstrip() + "…"

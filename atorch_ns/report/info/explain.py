@@ -12,7 +12,7 @@ from atorch_ns.report.info.candidates import is_planned, peak, seconds
 from atorch_ns.report.info.verdict import verdict
 from atorch_ns.search import Row, SearchOutcome
 from atorch_ns.strategy import Strategy
-from atorch_ns.text import bytes_text, change_text, counted, did_you_mean, seconds_text, with_period
+from atorch_ns.text import bytes_text, change_text, count_noun, did_you_mean, seconds_text, with_period
 
 
 def explain_strategy(strategy: Strategy, cluster: Cluster, registry: Registry) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def explain_strategy(strategy: Strategy, cluster: Cluster, registry: Registry) -
     resolution = resolve(strategy, cluster, registry)
     # A device that the strategy does not record is not claimed.
     device = f", {strategy.requires.device}" if strategy.requires.device else ""
-    lines = [f"{strategy}, on {counted(cluster.world_size, 'process', 'processes')}{device}"]
+    lines = [f"{strategy}, on {count_noun(cluster.world_size, 'process', 'processes')}{device}"]
     for item in resolution.chosen:
         settings = item.config.as_json()
         suffix = f" [{json.dumps(settings, ensure_ascii=False)}]" if settings else ""

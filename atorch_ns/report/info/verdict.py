@@ -21,8 +21,8 @@ from atorch_ns.search.outcome import SingleProcess
 from atorch_ns.text import (
     bytes_text,
     compared_text,
+    count_noun,
     count_text,
-    counted,
     percent_text,
     seconds_text,
     with_period,
@@ -170,7 +170,7 @@ def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
         trials = "Every figure is a prediction. No trials"
     else:
         earlier = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
-        trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{earlier}"
+        trials = f"{count_noun(outcome.num_trials + outcome.resumed, 'trial')}{earlier}"
     if outcome.unchecked:
         sentences.append(f"Not checked: {outcome.unchecked}. `atorch-ns verify` compares it with one process")
     took = seconds_text(outcome.seconds)
@@ -266,7 +266,7 @@ def _certainty_sentences(outcome: SearchOutcome) -> list[str]:
     sentences = []
     if (beside := outcome.beside) is not None:
         low, middle, high = (bytes_text(value) for value in (beside.low, beside.middle, beside.high))
-        trials = counted(beside.num_trials, "trial")
+        trials = count_noun(beside.num_trials, "trial")
         sentences.append(f"Memory beyond tensors: {middle} per rank ({low} to {high}, measured in {trials})")
     if outcome.lower_bound_seconds is not None:
         bound, gap = seconds_text(outcome.lower_bound_seconds), outcome.gap

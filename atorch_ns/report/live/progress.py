@@ -21,7 +21,7 @@ from atorch_ns.search import (
     TrialOutcome,
     TrialStarted,
 )
-from atorch_ns.text import UNKNOWN, bytes_text, counted, interval_text, measured_text, seconds_text
+from atorch_ns.text import UNKNOWN, bytes_text, count_noun, interval_text, measured_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -185,7 +185,7 @@ def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
     profile, prices = seconds_text(setting.profile_seconds), seconds_text(setting.estimate_seconds)
     took = f"profiling {profile}, pricing {prices}"
     yield setting_text(setting)
-    yield f"{counted(len(candidates), 'candidate')}, {len(pruned_candidates)} pruned ({took}):"
+    yield f"{count_noun(len(candidates), 'candidate')}, {len(pruned_candidates)} pruned ({took}):"
     usable = [candidate for candidate in candidates if candidate.pruned is None]
     baseline = [candidate for candidate in usable if candidate.is_baseline]
     others = [candidate for candidate in usable if not candidate.is_baseline]

@@ -36,7 +36,7 @@ from atorch_ns.report.text.tables import (
     waterfall_table,
 )
 from atorch_ns.search import SearchOutcome
-from atorch_ns.text import bytes_text, change_text, counted, percent_text, range_text, seconds_text
+from atorch_ns.text import bytes_text, change_text, count_noun, percent_text, range_text, seconds_text
 
 KIND_NAMES = {
     "F": "forward",
@@ -53,8 +53,8 @@ _LABEL, _SHARE = len("  rank 0000  "), len("  100% idle")
 
 def timeline_sentence(info: TimelineInfo) -> str:
     """The timeline in a sentence."""
-    ranks = counted(len(info.rows), "rank")
-    batches = counted(info.num_micro_batches, "micro-batch", "micro-batches")
+    ranks = count_noun(len(info.rows), "rank")
+    batches = count_noun(info.num_micro_batches, "micro-batch", "micro-batches")
     stages = f" with {info.num_laps} stages each" if info.num_laps > 1 else ""
     return (
         f"{info.schedule} on {ranks}{stages}, {batches}: the passes take {seconds_text(info.step_seconds)}, "
@@ -81,7 +81,7 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
     ]
     hidden = len(info.rows) - len(rows)
     if hidden:
-        lines.append(f"  and {counted(hidden, 'rank')} in between")
+        lines.append(f"  and {count_noun(hidden, 'rank')} in between")
     legend = ", ".join(f"{kind} {KIND_NAMES[kind]}" for kind in info.kinds)
     small = "; small letters: a rank's later stages" if info.num_laps > 1 else ""
     return "\n".join([timeline_sentence(info), *lines, f"  {legend}, {_IDLE} idle{small}"])
@@ -165,7 +165,7 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
 
 
 def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Iterator[str]:
-    total, usable = counted(len(info.lines), "candidate"), len(info.considered)
+    total, usable = count_noun(len(info.lines), "candidate"), len(info.considered)
     yield f"\n{total} listed: {usable} considered, {len(info.pruned)} pruned"
     visible = info.without_twins().first(top)
     yield as_text(candidates_table(visible), width=width)

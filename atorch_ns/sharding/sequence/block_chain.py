@@ -21,7 +21,7 @@ from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.capture.nests import Path, leaves, map_leaves
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import scale_gradient
-from atorch_ns.sharding.rank_context import RankRandomness, isolated
+from atorch_ns.sharding.rank_context import RankRandomness, call_in_thread
 from atorch_ns.sharding.sequence.block_calls import DividedCalls
 from atorch_ns.sharding.sequence.plan import (
     BlockPlan,
@@ -316,7 +316,7 @@ class BlockChain:
         subject = TestedBlock(
             name=name,
             # Outside of modes that follow this pass's tensors: a tensor with references cannot be swapped.
-            block=isolated(lambda: duplicate.to(device), device),
+            block=call_in_thread(lambda: duplicate.to(device), device),
             arguments=arguments,
             length=length,
             zigzag=self._zigzag,

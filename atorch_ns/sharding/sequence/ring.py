@@ -28,7 +28,7 @@ import torch
 
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import Group, sent_on
-from atorch_ns.sharding.rank_context import isolated
+from atorch_ns.sharding.rank_context import call_in_thread
 from atorch_ns.sharding.sequence.attention import AttentionCall, own_rows
 from atorch_ns.sharding.sequence.plan import SequenceLayout
 from atorch_ns.torch_compat import FlashAttention
@@ -45,7 +45,7 @@ def _tested_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Flas
         return None
     kernel = FlashAttention(device.type)
     try:
-        errors = isolated(
+        errors = call_in_thread(
             lambda: [_kernel_error(kernel, device, dtype, width, causal=c) for c in (False, True)], device
         )
     except (RuntimeError, TypeError, AttributeError):  # missing in this build or device, or another signature

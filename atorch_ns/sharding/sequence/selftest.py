@@ -18,7 +18,7 @@ from torch import nn
 
 from atorch_ns.capture.nests import Path, copied_state, leaves, map_leaves, path_text
 from atorch_ns.capture.random_states import BatchNorm
-from atorch_ns.cluster import agree, gathered, or_refusal
+from atorch_ns.cluster import agree, gather_values, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
 from atorch_ns.sharding.compare import (
@@ -29,7 +29,7 @@ from atorch_ns.sharding.compare import (
     relative_error,
     weighted_sum,
 )
-from atorch_ns.sharding.rank_context import isolated, local_part
+from atorch_ns.sharding.rank_context import call_in_thread, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
 from atorch_ns.sharding.sequence.block_calls import USE_SDPA, DividedCalls, SeenCalls
 from atorch_ns.sharding.sequence.plan import (
@@ -108,10 +108,12 @@ def find_block_plan(subject: TestedBlock) -> Found | InputError:
         return agree(action, what=what, distributed=True, group=group)
 
     if not subject.may_stay_whole:
-        return isolated(lambda: settle(lambda: _try_all(subject)), subject.settings.device)
-    outcome = isolated(lambda: settle(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
+        return call_in_thread(lambda: settle(lambda: _try_all(subject)), subject.settings.device)
+    outcome = call_in_thread(
+        lambda: settle(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device
+    )
     # A block is whole on every rank or divided on every rank. If ranks differ, all fail together.
-    refusing = gathered(isinstance(outcome, InputError), distributed=True, group=group)
+    refusing = gather_values(isinstance(outcome, InputError), distributed=True, group=group)
     return settle(lambda: _plan_of(outcome)) if any(refusing) and not all(refusing) else outcome
 
 

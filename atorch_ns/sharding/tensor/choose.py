@@ -19,7 +19,13 @@ from atorch_ns.sharding.tensor.divisibility import (
     no_layer_divides,
     parameter_dims,
 )
-from atorch_ns.sharding.tensor.find import find_tensor_plan, grouped, open_ends, plan_from, with_vocabulary
+from atorch_ns.sharding.tensor.find import (
+    find_tensor_plan,
+    group_reasons,
+    open_ends,
+    plan_from,
+    with_vocabulary,
+)
 from atorch_ns.sharding.tensor.plan import (
     Layout,
     RegionSpec,
@@ -121,7 +127,7 @@ def choose_plan(
             break
         plan = _drop_failed_unit(model, plan, layout, failure, degree=degree)
         layout = plan.resolve(model)
-    plan = replace(plan, left=grouped(plan.left))
+    plan = replace(plan, left=group_reasons(plan.left))
     if not layout.layers:
         raise _nothing_divided(model, degree, plan, graph)
     if failure is not None:

@@ -289,7 +289,7 @@ def narrow_reason(wrong: Sequence[Layout]) -> str:
     )
 
 
-def grouped(left: Mapping[str, str]) -> dict[str, str]:
+def group_reasons(left: Mapping[str, str]) -> dict[str, str]:
     """Reasons by pattern rather than by path: ``blocks.*.attn.{q,k,v,o}``."""
     # Names of layers by parent pattern and reason; and for each the numbers of the blocks in which it occurs.
     patterns: dict[tuple[str, str], dict[str, None]] = {}

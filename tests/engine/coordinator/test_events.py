@@ -32,8 +32,8 @@ def test_a_queue_numbers_trials_and_keeps_all_events() -> None:
     search = FakeSearch([str(number) for number in range(12)])
     queue = EventQueue(search.candidates[:1], seen.append)
     while (task := search.ask()) is not None:
-        queue.started(task)
-        queue.ended(task, TrialOutcome(status="ok"), best=None)
+        queue.put_start(task)
+        queue.put_end(task, TrialOutcome(status="ok"), best=None)
     assert seen == [], "nothing is delivered before a thread has time"
     queue.deliver()
     assert [event.number for event in seen if isinstance(event, TrialStarted)] == list(range(1, 13))

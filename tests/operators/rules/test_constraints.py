@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.rules.constraints import Constraint, allowed, read_constraints, unused
+from atorch_ns.operators.rules.constraints import Constraint, allowed_rules, read_constraints, unused_warnings
 from atorch_ns.operators.rules.rule import Rule
 
 RULES = tuple(
@@ -17,7 +17,7 @@ MODULES = ("model.layers.0.mlp", "Model.Layer.FeedForward")
 
 
 def left(*constraints: Constraint, operator: str = "aten.linear.default") -> list[str]:
-    return [str(rule) for rule in allowed(RULES, operator, MODULES, constraints)]
+    return [str(rule) for rule in allowed_rules(RULES, operator, MODULES, constraints)]
 
 
 def on(name: str, *dims: tuple[int, int], parent: str = "", whole: bool = False) -> Constraint:
@@ -101,7 +101,7 @@ def test_a_constraint_that_leaves_nothing_is_refused() -> None:
 def test_unused_constraints_are_told_with_what_is_near() -> None:
     calls = [("aten.linear.default", MODULES), ("aten.matmul.default", MODULES)]
     used = on("linear", parent="FeedForward")
-    texts = unused(calls, [used, on("torch.linea"), on("matmul", parent="FeedForwrd"), on("linear")])
+    texts = unused_warnings(calls, [used, on("torch.linea"), on("matmul", parent="FeedForwrd"), on("linear")])
     assert len(texts) == 3
     assert "the model calls no operator 'linea'. Did you mean 'linear'?" in texts[0]
     assert "no module of that name calls 'matmul'. Did you mean 'FeedForward'?" in texts[1]

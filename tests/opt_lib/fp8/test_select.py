@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from atorch_ns import auto_accelerate
 from atorch_ns.profile import Profile
-from opt_lib._fp8.select import find_linears, folded, lora_layers, unmatched
+from opt_lib._fp8.select import find_linears, fold_names, lora_layers, unmatched_parts
 from opt_lib._replacements.registry import known_replacements
 
 
@@ -102,9 +102,9 @@ def test_a_weight_with_two_names_is_kept_where_it_is_gathered_in_fp8() -> None:
 
 
 def test_names_are_folded() -> None:
-    assert folded(["layers.0.up", "layers.1.up", "stem"]) == "layers.*.up (2), stem"
-    assert folded(["0.1.w", "0.2.w", "h10.w"]) == "*.*.w (2), h10.w"
-    assert folded(find_linears(Net(), None, ()).replaced) == "layers.*.up (2), layers.*.down (2)"
+    assert fold_names(["layers.0.up", "layers.1.up", "stem"]) == "layers.*.up (2), stem"
+    assert fold_names(["0.1.w", "0.2.w", "h10.w"]) == "*.*.w (2), h10.w"
+    assert fold_names(find_linears(Net(), None, ()).replaced) == "layers.*.up (2), layers.*.down (2)"
 
 
 def test_a_model_that_is_one_linear() -> None:
@@ -221,12 +221,12 @@ def test_layers_that_are_no_linears_have_a_reason() -> None:
 
 def test_parts_of_names_that_nothing_contains_are_found() -> None:
     model = Net()
-    assert unmatched(model, ("layers.0", "up", "own")) == {}
-    assert unmatched(model, ("layres.1", "xyz")) == {"layres.1": ["layers.1"], "xyz": []}
+    assert unmatched_parts(model, ("layers.0", "up", "own")) == {}
+    assert unmatched_parts(model, ("layres.1", "xyz")) == {"layres.1": ["layers.1"], "xyz": []}
 
 
 def test_the_model_itself_has_a_name_in_texts() -> None:
-    assert folded(find_linears(nn.Linear(16, 16), None, ()).replaced) == "the model itself"
+    assert fold_names(find_linears(nn.Linear(16, 16), None, ()).replaced) == "the model itself"
     assert find_linears(nn.Linear(3, 3), None, ()).describe_kept().startswith("the model itself: dims")
 
 

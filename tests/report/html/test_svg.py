@@ -9,7 +9,7 @@ import pytest
 
 from atorch_ns.report.html import svg as svg_module
 from atorch_ns.report.html.plots import _bytes_ticks, _linear_ticks
-from atorch_ns.report.html.svg import Canvas, fitted, nice_ticks
+from atorch_ns.report.html.svg import Canvas, fit_text, nice_ticks
 from atorch_ns.text import bytes_text, seconds_text
 
 
@@ -61,6 +61,6 @@ def test_ticks_reach_the_highest_and_are_few(highest: float) -> None:
 
 
 def test_long_labels_are_shortened() -> None:
-    assert fitted("short", 100) == "short"
-    assert fitted("a" * 100, 100).endswith("…")
-    assert len(fitted("a" * 100, 100)) < 20
+    assert fit_text("short", 100) == "short"
+    assert fit_text("a" * 100, 100).endswith("…")
+    assert len(fit_text("a" * 100, 100)) < 20

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.sharding import LayerGraph, TensorPlan, choose_plan, trace_layers
-from atorch_ns.sharding.tensor.find import grouped
+from atorch_ns.sharding.tensor.find import group_reasons
 from opt_lib._model_axes.tensor import TensorParallelConfig, users_plan
 from tests.sharding.tensor_models import HEADS, WIDTH, attend, make, tokens
 
@@ -97,10 +97,13 @@ def test_heads_that_go_back_to_the_width_of_all_ranks_are_told() -> None:
 
 def test_one_cause_is_told_once() -> None:
     left = {f"blocks.{block}.attn.{name}": "why" for block in range(3) for name in "qkvo"}
-    assert grouped(left) == {"blocks.*.attn.{q,k,v,o}": "why"}
-    assert grouped({"head": "other", "blocks.1.down": "why"}) == {"head": "other", "blocks.1.down": "why"}
+    assert group_reasons(left) == {"blocks.*.attn.{q,k,v,o}": "why"}
+    assert group_reasons({"head": "other", "blocks.1.down": "why"}) == {
+        "head": "other",
+        "blocks.1.down": "why",
+    }
     own = {f"blocks.{block}.q": f"blocks.{block}.o: no" for block in range(3)}
-    assert grouped(own) == {"blocks.*.q": "blocks.*.o: no"}
+    assert group_reasons(own) == {"blocks.*.q": "blocks.*.o: no"}
 
 
 @pytest.mark.parametrize(
