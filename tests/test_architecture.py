@@ -30,11 +30,11 @@ LINES = {
     "numerics": 1_746,  # to be 1_300
     "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
-    "checkpoint": 1_912,  # to be 1_900
+    "checkpoint": 1_909,  # to be 1_900
     "apply": 283,
     "method": 707,
     "job": 5_951,  # to be 3_100
-    "operators": 4_787,  # to be 4_050
+    "operators": 4_788,  # to be 4_050
     "pipeline": 4_411,  # to be 4_100
     "sharding": 7_809,  # to be 6_200
     "tracking": 477,
@@ -47,7 +47,7 @@ LINES = {
     "capture": 2_202,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_590,  # to be 1_000
-    "opt_lib": 10_145,  # to be 8_300
+    "opt_lib": 10_147,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

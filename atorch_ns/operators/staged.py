@@ -215,6 +215,7 @@ def _solve_plans(
 
 
 def _unit_costs(shallow: Shallow, assembly: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
+    # Of one instance of each kind of unit, from which the cost of any stage is summed.
     problem, recomputed_groups = assembly.problem, assembly.problem.always_recomputed
     options = [
         node.options[choice] for node, choice in zip(problem.nodes, assembly.choices(plan), strict=True)

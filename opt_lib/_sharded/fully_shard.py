@@ -84,12 +84,14 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     move_to_device(job, ignored_params)
     if config.forward_prefetch:
         _prefetch_following(units.main)
+    # Reduction of gradients: when, and of parameters that belong to no unit.
     reduces_each = _reduces_each(job)
     job.gradients.skip_sync = nullcontext if reduces_each else skip_sync(job.roots)
     average_ignored(job, ignored_params)
     leave_sequence_sums(job, options["ignored_params"])
     job.placed = True
     _explain_sharding(job, method, config, units, options=options, num_ignored=len(ignored_params))
+    # Uses of parameters outside of the forward pass of their unit.
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units.main)

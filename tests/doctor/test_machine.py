@@ -84,7 +84,7 @@ def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(function: Any, package: str, *, timeout_s: float) -> Isolated:
         return Isolated(None, "RuntimeError: built for another torch" if package == "apex" else "")
 
-    monkeypatch.setattr(machine, "isolated", attempt)
+    monkeypatch.setattr(machine, "call_isolated", attempt)
     broken, rest = machine.check_packages(HERE)
     assert broken.verdict == "warn"
     assert (

@@ -40,7 +40,7 @@ def test_a_dtype_that_does_not_work(
 ) -> None:
     fine = torch_checks.MatmulMeasurement(0.1, 0.0)
     value = ("the CPU", {"float32": fine, "bfloat16": fine, "float16": fine, dtype: measured})
-    monkeypatch.setattr(torch_checks, "isolated", lambda *_, **__: Isolated(value, ""))
+    monkeypatch.setattr(torch_checks, "call_isolated", lambda *_, **__: Isolated(value, ""))
     found = torch_checks.check_dtypes(HERE)
     assert found[0].verdict == verdict
     assert found[0].fix

@@ -51,6 +51,7 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     entries: list[dict[str, int]] = []  # fields of Parameters
     for index, segment in enumerate(trace.segments):
         is_separate = index in units or plan.sharding.layout != "flat"
+        # In the root's flat vector each block has its own place, so its parameters are listed block by block.
         copies, times_listed = (segment.count, 1) if is_separate else (1, segment.count)
         use = {"copies": copies, "unit": units.get(index, 0), "segment": index, "owner": -1}
         specs = [spec for spec in segment.parameters if spec.tied_to is None]

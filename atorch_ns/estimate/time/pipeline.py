@@ -74,6 +74,7 @@ def as_pipeline(
         again_shares[rows] = shares[slowest]
         # Before and after its own work, a rank waits for one micro-batch on each of the others.
         others = seconds.sum(axis=0) - seconds.max(axis=0)
+        # In halves, since each ratio takes a simulation of its own.
         again = recompute_ratio * round(2 * shares.mean()) / 2
         waiting.bubble[rows] = others * _bubble_shares(context, rows, stages, again)
         waiting.sends[rows] = 2.0 * send_s[rows] * _unhidden_sends(context, rows, stages)  # there and back
