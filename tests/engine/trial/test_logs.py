@@ -95,7 +95,7 @@ def test_what_the_report_names_is_there_beside_what_was_saved(tmp_path: Path, te
     assert log.parent == tmp_path / "strategy.logs"
     assert "the labels are missing" in log.read_text()
     assert all(re.fullmatch(r"trial-\d+-0-rank[01].log", path.name) for path in log.parent.iterdir())
-    assert miss.endswith(f"See its log: {log}")
+    assert miss.endswith(f"Log: {log}")
     assert _left(temporary) == []
 
 
