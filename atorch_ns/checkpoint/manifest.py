@@ -265,7 +265,7 @@ class OptimizerRecord(_Record):
     Attributes:
         class_name: qualified name of its class.
         groups: its parameter groups.
-        values: entries of its state that are no tensors, encoded, by parameter.
+        values: entries of its state other than tensors, encoded, by parameter.
         num_skipped: steps skipped for bad gradients.
     """
 

@@ -77,7 +77,7 @@ def unmerge(document: Mapping[str, Any], folder: Path) -> None:
         folder: an empty folder.
 
     Raises:
-        CheckpointError: if it is no such file.
+        CheckpointError: if it is another kind of file.
     """
     if not isinstance(document, Mapping) or _MANIFEST not in document or "tensors" not in document:
         raise CheckpointError("the file was not written by merge: it holds no manifest.")

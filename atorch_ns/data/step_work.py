@@ -122,7 +122,7 @@ def weigh(
         The micro-batches, and the other fields of :class:`StepWork`.
 
     Raises:
-        InputError: on all ranks, if samples are no list, weights do not fit them, are negative or sum to 0, a
+        InputError: on all ranks, if samples are not a list, weights do not fit them, are negative or sum to 0, a
             rank has no micro-batch, or ranks with the same data have different numbers or weights.
     """
     num = len(samples) if isinstance(samples, (list, tuple)) else 0

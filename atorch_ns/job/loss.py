@@ -265,7 +265,7 @@ class _ScaledLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # backward() and hooks act on the tensor itself, whose graph applies the scale.
+        # backward(), hooks and as_subclass act on the tensor itself, whose graph applies the scale.
         if func in _OF_ITSELF:
             return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
         scaler = next(each.scaler for each in tensors_of((args, kwargs)) if isinstance(each, _ScaledLoss))
@@ -275,7 +275,7 @@ class _ScaledLoss(torch.Tensor):
 
 
 _OF_ITSELF: Final = (
-    *(Tensor.backward, Tensor.register_hook, Tensor.retain_grad, torch.autograd.backward),
+    *(Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.as_subclass, torch.autograd.backward),
     cast(Any, Tensor.grad_fn).__get__,
 )
 

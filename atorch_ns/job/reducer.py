@@ -496,7 +496,7 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
 
 
 def _gather_unpadded(part: torch.Tensor, numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [torch.empty_like(part) for _ in numbers]  # of each rank, of which its number is no padding
+    parts = [torch.empty_like(part) for _ in numbers]  # by rank, each with padding behind its number of rows
     dist.all_gather(parts, part, group=group)
     return torch.cat([part[: max(number, 0)] for part, number in zip(parts, numbers, strict=True)])
 

@@ -250,11 +250,11 @@ def _compare_tensors(
             yield {"kind": kind, "name": name}
             continue
         part = whole[tuple(slice(first, first + n) for first, n in zip(offsets, tensor.shape, strict=True))]
-        error = _widen(tensor) - part
+        error = _widen_values(tensor) - part
         error[(tensor == part) | (tensor.isnan() & part.isnan())] = 0.0  # infinite ones are equal, too
         # A weight is judged by its update since the first record, other tensors by their values.
-        update = _widen(whole) - (_widen(begin[kind, name]) if kind == "weight" else 0.0)
-        noise = _widen(noisy[kind, name]) - whole if (kind, name) in noisy else update * 0.0
+        update = _widen_values(whole) - (_widen_values(begin[kind, name]) if kind == "weight" else 0.0)
+        noise = _widen_values(noisy[kind, name]) - whole if (kind, name) in noisy else update * 0.0
         # 16-bit weights, which one process has in fp32, are rounded from the first record on.
         eps = max(unit.eps, torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0)
         rounding = 2 * eps * _largest_finite(whole) + unit.tiny
@@ -266,7 +266,7 @@ def _compare_tensors(
         }
 
 
-def _widen(values: torch.Tensor) -> torch.Tensor:
+def _widen_values(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float64))  # complex ones stay complex
 
 

@@ -184,7 +184,7 @@ class _Span:
     def cost(self) -> PhaseCost:
         record, events = self._record, self._operators
         flops, traffic, at = record.sizes[events], record.moved[events], record.at
-        other = ~flops.any(axis=1)  # operators that are no products
+        other = ~flops.any(axis=1)  # operators other than products
         fused = np.asarray([is_attention(record.recording.labels[event]) for event in events], dtype=bool)
         is_divided = np.isin(events, list(record.division.operators))  # those of which a rank computes a part
         words = np.isin(events, list(record.division.word_operators)) & ~is_divided

@@ -129,7 +129,7 @@ def loads(kind: type[_T], text: str | bytes) -> _T:
     """Reads an instance of ``kind`` that :func:`dumps` wrote.
 
     Raises:
-        InputError: if the text is no JSON, of another schema, or does not hold what ``kind`` needs.
+        InputError: if the text is not JSON, has another schema, or does not hold what ``kind`` needs.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -158,7 +158,7 @@ class TimeBudget:
             slow = 3 * predicted_seconds * (rule.warmup_steps + rule.min_steps)
             deadline = max(deadline, min(slow, 10 * deadline))  # predictions stretch it tenfold at most
         end = max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2)  # the search may end a little late
-        self.is_short = end < deadline  # a trial that hangs then is no fault of its candidate
+        self.is_short = end < deadline  # a trial that hangs then does not count against its candidate
         return min(deadline, end)
 
     def single_deadline(self, usual_cost: float) -> float:

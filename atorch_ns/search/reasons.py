@@ -30,7 +30,7 @@ def nearest_miss(knowledge: Knowledge) -> str:
         entry.merged.status != "out of memory" or candidate.key not in knowledge.short_of_memory
         for candidate, entry in other
     )
-    # A predicted miss is no explanation where trials failed for another reason than memory.
+    # A predicted miss does not explain trials that failed for another reason than memory.
     if over and not (has_other_cause and all(ledger.get(candidate.key) is None for _, _, candidate in over)):
         excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
         where = f"rank {rank}" if rank is not None else "every rank"
@@ -209,7 +209,7 @@ class Reasons:
             return f"gave no usable measurement: {outcome.median_seconds} s"
         where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
         why = f": {outcome.reason}" if outcome.reason else ""
-        # A trial that is no fault of its candidate is repeated once, and counts if it ends so again.
+        # A failed trial that its candidate did not cause is repeated once, and counts if it ends so again.
         again = ", twice" if len(entry.lost) > 1 and not entry.outcomes else ""
         log = f" (log: {outcome.log})" if outcome.log else ""
         odd = ""

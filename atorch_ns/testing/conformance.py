@@ -231,7 +231,9 @@ class MethodConformance:
         method, cluster = self.method(), self._make_cluster()
         profile = Profile.of(get_case(self.cases[0]).build())
         for option in method.options(profile, cluster):
-            assert isinstance(option, self.method.Config), f"{option!r} is no {self.method.Config.__name__}"
+            assert isinstance(option, self.method.Config), (
+                f"{option!r} is not a {self.method.Config.__name__}"
+            )
             assert method.check(option, cluster, profile) == [], f"{option} is offered and refused"
             again = self.method.Config.model_validate(option.as_json())
             assert again == option, f"{option} is read as {again}"

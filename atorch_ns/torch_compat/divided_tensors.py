@@ -1,7 +1,7 @@
 """Divided tensors (DTensors) as users write with them: beside plain tensors, by index, in any operator.
 
 torch refuses operators on divided tensors for which it has no rule. It silently loses an assignment to
-``data`` and a write to a view that is no part of one rank (``weight[0].zero_()``). Such an operator is
+``data`` and a write to a view across ranks (``weight[0].zero_()``). Such an operator is
 computed here on gathered tensors, as in one process, and each rank gets its part of the tensors written to.
 """
 

@@ -337,10 +337,9 @@ class DsPipelineRunner:
             if number not in work.dummies:
                 losses[number] = loss.detach()
             share = work.share(number, loss) * num  # the engine divides by it
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # the engine runs the backward pass of the scaled loss itself
-                return share.as_subclass(torch.Tensor)
+            return share.as_subclass(
+                torch.Tensor
+            )  # the engine runs the backward pass of the scaled loss itself
 
         # Without gradients the wire has another form, so evaluation counts as other shapes.
         shapes = (training, [_leaf_signature(leaf) for _, leaf in leaves(micro_batches[0])])

@@ -260,7 +260,7 @@ class FlatStates:
             holder = self._find_holder(name)
             if holder is None:
                 continue
-            # A state that is no DTensor, such as a step count, is one value for all parameters of a holder.
+            # A state that is not a DTensor, such as a step count, is one value for all parameters of a holder.
             single = {k: v for k, v in states.tensors.get(name, {}).items() if not isinstance(v, DTensor)}
             for entry, value in {**single, **states.values.get(name, {})}.items():
                 first, other = first_values.setdefault((holder, entry), (name, value))

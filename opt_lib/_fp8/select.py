@@ -79,7 +79,7 @@ FP8_ALREADY = "in fp8 before"
 CONV1D = "a Conv1D of transformers, which is not an nn.Linear"
 HOOKED = "it has hooks or parametrizations, which another module would lose"
 TIED = "its weight is shared, and one of its names would not be gathered in fp8"
-SIZES = f"dims that are no multiples of {DIM_MULTIPLE}"
+SIZES = f"dims that are not multiples of {DIM_MULTIPLE}"
 HEAD = "it makes the logits, which fp8 harms; name it in include to have it"
 
 

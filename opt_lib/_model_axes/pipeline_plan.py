@@ -321,7 +321,7 @@ def _trace_units(
         leaves=config.leaf_modules,
     )
     tracer, graph = _trace_model(job, units, batch)
-    # A unit whose parts are called from outside of it is no single call.
+    # A unit whose parts are called from outside of it is not a single call.
     while graph.taken_apart:
         units = split_units(units, graph.taken_apart, leaves=config.leaf_modules)
         tracer, graph = _trace_model(job, units, batch)

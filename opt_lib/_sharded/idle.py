@@ -114,7 +114,7 @@ class IdleParameters:
             self._left_out(idle)
 
     def _has_none(self, parameter: nn.Parameter) -> bool:
-        # A placeholder of an earlier micro-batch is no gradient either.
+        # A placeholder of an earlier micro-batch is not a gradient either.
         is_none = parameter.grad is None or parameter in self._placeholders
         return is_none and parameter not in self._outside and not awaits_gradient(parameter)
 

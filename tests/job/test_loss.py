@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Autocast, LossScaling, first_loss
@@ -74,6 +74,15 @@ def test_the_scale_enters_in_the_backward_pass_alone(make: Any) -> None:
     assert weight.grad == 1.0
     scaler.adapt(overflow=False)
     assert scaler.num_backwards == 0
+
+
+def test_a_scaled_loss_as_a_plain_tensor_keeps_its_scale() -> None:
+    # For engines that look at its class and run the backward pass themselves, such as DeepSpeed's.
+    weight = nn.Parameter(torch.tensor(3.0))
+    plain = (LossScaler("cpu", LossScaling(init_scale=8.0)).scaled(weight * 1.0) * 2).as_subclass(Tensor)
+    assert type(plain) is Tensor
+    plain.backward()
+    assert weight.grad == 16.0
 
 
 @pytest.mark.parametrize(("scaling", "after"), [({}, 4.0), ({"static_scale": 2.0}, 2.0)], ids=str)

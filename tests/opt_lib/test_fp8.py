@@ -197,12 +197,12 @@ def test_verbose_names_every_layer() -> None:
     _, told = applied(get_case("mlp").build(), {"verbose": True})
     (text,) = told
     assert "replaced stem, blocks.0.up, blocks.0.down, blocks.1.up" in text
-    assert "not replaced: head: dims that are no multiples of 16" in text
+    assert "not replaced: head: dims that are not multiples of 16" in text
 
 
 @pytest.mark.parametrize(
     ("model", "part"),
-    [(nn.Sequential(nn.Linear(3, 3)), "0: dims that are no multiples"), (nn.LayerNorm(16), "no nn.Linear")],
+    [(nn.Sequential(nn.Linear(3, 3)), "0: dims that are not multiples"), (nn.LayerNorm(16), "no nn.Linear")],
 )
 def test_nothing_to_replace_is_a_warning(model: nn.Module, part: str) -> None:
     job, told = applied(model)

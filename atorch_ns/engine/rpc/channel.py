@@ -175,7 +175,7 @@ def _channel_options(max_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.enable_retries", 1),
         ("grpc.max_receive_message_length", 4 * max_bytes),  # limit of the server's messages
         ("grpc.max_send_message_length", 2 * max_bytes),  # never reached: call checks before
-        ("grpc.enable_http_proxy", 0),  # a proxy for the web is no way to a rank
+        ("grpc.enable_http_proxy", 0),  # a web proxy does not reach ranks
         ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, so that closing it ends it
         # A coordinator that comes back is found within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),

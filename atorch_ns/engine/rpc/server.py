@@ -182,7 +182,9 @@ class CoordinatorServer:
         try:
             return kind.FromString(data)
         except Exception:
-            self._abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are no {kind.__name__}")
+            self._abort_call(
+                context, grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are not a {kind.__name__}"
+            )
 
     def _abort_call(self, context: grpc.ServicerContext, code: grpc.StatusCode, why: str) -> None:
         self.counts[code.name.lower()] += 1

@@ -59,7 +59,7 @@ def loss_over_samples(
     """The mean loss over all ranks' samples whose targets are not ignored, weighted by class."""
     loss_sum = operator(scores, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
     mask = target != ignore_index
-    counts = mask if weight is None else weight[target.where(mask, 0)] * mask  # -100 is no class
+    counts = mask if weight is None else weight[target.where(mask, 0)] * mask  # -100 is not a class
     exact = torch.promote_types(loss_sum.dtype, torch.float32)  # half precision cannot count tokens
     both = reduce_from(torch.stack([loss_sum.to(exact), counts.sum().to(exact)]), group)  # one all-reduce
     return (both[0] / both[1].detach()).to(loss_sum.dtype)

@@ -315,7 +315,7 @@ class Program:
         certain = chain.from_iterable(
             repeat(min(sizes), number) for sizes, number in zip(peaks, times, strict=True)
         )
-        floor = [*nlargest(2, certain), 0.0, 0.0][1]  # t is no smaller, whatever is chosen
+        floor = [*nlargest(2, certain), 0.0, 0.0][1]  # t is at least this, whatever is chosen
         bound = {self._milp.column(lower=floor, upper=math.inf): 1.0}
         add(self._memory, bound, 2.0)
         for (_, columns), sizes, number in zip(nodes, peaks, times, strict=True):

@@ -136,7 +136,7 @@ class Follower(TorchFunctionMode):
         self._reads += [(len(self._calls), n) for n in numbers if self._values[n].last_call >= 0]
 
     def _record_results(self, tensors: list[torch.Tensor], versions: list[int], result: Any) -> None:
-        # A function that works in place returns its argument, which is no new tensor.
+        # A function that works in place returns its argument, which is not a new tensor.
         outputs = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(arg) for arg in tensors}]
         changed_tensors = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if not outputs and not changed_tensors:

@@ -69,7 +69,7 @@ def _walk_units(entry: NamedModule, blocks: set[int], leaves: Sequence[str]) -> 
         return
     holds_block = any(id(child) in blocks for child in entry.module.modules())
     whole = id(entry.module) in blocks or _is_leaf(entry, leaves)
-    if whole or (not holds_block and entry.name and can_be_called(entry.module)):  # the root is no unit
+    if whole or (not holds_block and entry.name and can_be_called(entry.module)):  # the root is not a unit
         yield entry
     else:
         for child in _child_modules(entry):

@@ -224,7 +224,7 @@ def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | N
                 f"{len(inner)} places{f' (before blocks {inner})' if inner else ''}. "
                 f"Use at most {len(inner) + 1} stages."
             )
-        starts[1:num] = False  # 0 and num are no cuts and stay allowed
+        starts[1:num] = False  # 0 and num are not cuts and stay allowed
         starts[inner] = True
     return starts
 
@@ -241,7 +241,7 @@ def _span_sums(values: ByBlock, name: str) -> _Matrix:
 
 
 def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
-    """The values that cuts at both ends add to each span ``[i, j]``; the model's ends are no cuts."""
+    """The values that cuts at both ends add to each span ``[i, j]``; the model's ends are not cuts."""
     if len(values) not in (0, num - 1):
         raise InputError(f"{num} blocks have {num - 1} places to cut, but there are {len(values)} {name}.")
     at = np.zeros(num + 1)

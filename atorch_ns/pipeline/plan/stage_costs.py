@@ -114,7 +114,7 @@ class PipelineTask:
 
     def sent(self, cut: int, degree: int) -> float:
         """Seconds to send over the cut before a segment, both ways, to a stage of the given degree."""
-        every = self.send[cut - 1] if cut and self.send else 0.0  # position 0 is no cut
+        every = self.send[cut - 1] if cut and self.send else 0.0  # position 0 is not a cut
         return 2.0 * (self.send_by_degree.get(degree, every) if cut else 0.0)
 
 

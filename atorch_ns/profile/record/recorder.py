@@ -185,7 +185,7 @@ class OperatorRecorder(TorchDispatchMode):
                 handle.remove()
             if collects:
                 gc.enable()
-            self._live.clear()  # what is freed later is no event of the step
+            self._live.clear()  # later releases do not belong to the step
             self.recording.settle()
 
     def enter_phase(self, phase: int) -> None:

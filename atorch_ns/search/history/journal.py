@@ -64,7 +64,7 @@ class Journal:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]  # drops a line that is still being written
         lines = whole.decode().split("\n")[:-1]
-        first = 1 if self._offset == 0 else 0  # the header is no entry
+        first = 1 if self._offset == 0 else 0  # the header is not an entry
         self._offset += len(whole)
         return lines[first:]
 

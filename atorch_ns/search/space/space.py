@@ -103,7 +103,7 @@ class _Explorer:
             self._base_plan(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
         if baseline is not None:
-            # A plain strategy that cannot divide the batch is no baseline.
+            # A plain strategy that cannot divide the batch is not a baseline.
             parts = baseline.plan.num_data_ranks * baseline.plan.num_micro_batches
             baseline = baseline if context.workload.global_batch % parts == 0 else None
         candidates = self._writer.write_out(

@@ -38,7 +38,7 @@ def narrowable(
     widths = {layer_sizes(model.get_submodule(column))[1] for column in columns}
     try:
         binding = inspect.signature(module.forward).bind_partial(*call.args, **call.kwargs)
-    except (TypeError, ValueError):  # a forward that is no Python function
+    except (TypeError, ValueError):  # a forward that is not a Python function
         return []
     head = f"{path}." if path else ""
     parameters = forward_arguments(module)

@@ -434,7 +434,7 @@ def forward_arguments(module: nn.Module) -> list[str]:
     """The names of the arguments of the module's forward, without ``*args`` and ``**kwargs``."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # a forward that is no Python function
+    except (TypeError, ValueError):  # a forward that is not a Python function
         return []
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind not in several]

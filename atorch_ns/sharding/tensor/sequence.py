@@ -131,7 +131,7 @@ class _BlockHooks:
 
 
 def _is_stream(value: Any, dim: int) -> bool:
-    # Features lie after the sequence: a mask [B, T] is no stream.
+    # Features lie after the sequence: a mask [B, T] is not a stream.
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > dim + 1
 
 

@@ -312,7 +312,7 @@ class _Flow(TorchDispatchMode):
     def _note_block(self, func: Any, memories: list[int]) -> None:
         trace, where = self._graph.blocks, f"in {self._block}" if self._block else "outside it"
         for memory in memories:
-            # Reading without a gradient is no use of a parameter.
+            # Reading without a gradient does not count as a use.
             if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
                 for name in self._all_names.get(memory, ()):
                     trace.users.setdefault(name, set()).add(self._block)

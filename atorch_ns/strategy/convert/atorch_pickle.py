@@ -71,7 +71,7 @@ def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) 
 
     Raises:
         InputError: if one of ``classes`` is a function, or of Python's own library.
-        StrategyFileError: if the file is missing, is no pickle, refers to anything else, or lists no method.
+        StrategyFileError: if the file is missing, is not a pickle, refers to anything else, or lists no method.
     """
     file_path = Path(path)
     for each in classes:

@@ -245,7 +245,7 @@ def test_a_layer_that_module_replace_changed_says_so() -> None:
 
 def test_a_name_in_include_whose_layers_all_stay_is_a_warning() -> None:
     with pytest.warns(
-        UserWarning, match="'narrow' in include stays as it is: dims that are no multiples of 16"
+        UserWarning, match="'narrow' in include stays as it is: dims that are not multiples of 16"
     ):
         auto_accelerate(
             Net(),

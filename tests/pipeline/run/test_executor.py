@@ -45,7 +45,7 @@ class _Sends:
         return SimpleNamespace(wait=lambda: self.waits.append(number))
 
 
-def _executed(monkeypatch: pytest.MonkeyPatch, rank_of: tuple[int, ...]) -> tuple[Execution, _Sends]:
+def _run_order(monkeypatch: pytest.MonkeyPatch, rank_of: tuple[int, ...]) -> tuple[Execution, _Sends]:
     """Forward passes of eight micro-batches on the first rank, which receives nothing from others."""
     sends = _Sends()
     monkeypatch.setattr(dist, "isend", sends.send)
@@ -67,20 +67,20 @@ def _executed(monkeypatch: pytest.MonkeyPatch, rank_of: tuple[int, ...]) -> tupl
 
 
 def test_forward_passes_alone_keep_nothing_that_they_have_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    execution, _ = _executed(monkeypatch, (0, 0))
+    execution, _ = _run_order(monkeypatch, (0, 0))
     assert execution.stages[1].alive == [1] * 8
 
 
 def test_forward_passes_alone_keep_two_messages_that_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, sends = _executed(monkeypatch, (0, 1))
+    _, sends = _run_order(monkeypatch, (0, 1))
     assert max(sends.alive) == executor.BUFFERS + 1  # and the one that is being handed on
     assert sends.waits == list(range(8))
 
 
 def test_ranks_that_send_in_a_circle_wait_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each could wait for the other to receive."""
-    _, sends = _executed(monkeypatch, (0, 1, 0))
+    _, sends = _run_order(monkeypatch, (0, 1, 0))
     assert sends.alive == list(range(1, 9))
     assert sends.waits == list(range(8))
