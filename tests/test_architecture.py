@@ -22,18 +22,18 @@ LINES = {
     "cli": 2_116,  # to be 1_700
     "trainer": 2_463,
     "merak": 2_232,
-    "parallel": 2_237,
+    "parallel": 2_231,
     "planning": 501,  # to be 850
-    "doctor": 1_412,  # to be 1_000
+    "doctor": 1_408,  # to be 1_000
     "report": 3_232,  # to be 3_000
-    "engine": 4_974,  # to be 3_600
+    "engine": 4_975,  # to be 3_600
     "numerics": 1_746,  # to be 1_300
     "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
     "checkpoint": 1_909,  # to be 1_900
     "apply": 283,
     "method": 707,
-    "job": 5_951,  # to be 3_100
+    "job": 5_958,  # to be 3_100
     "operators": 4_788,  # to be 4_050
     "pipeline": 4_411,  # to be 4_100
     "sharding": 7_809,  # to be 6_200
@@ -46,7 +46,7 @@ LINES = {
     "cluster": 3_008,  # to be 2_600
     "capture": 2_202,  # to be 2_900
     "torch_compat": 1_423,
-    "testing": 1_590,  # to be 1_000
+    "testing": 1_592,  # to be 1_000
     "opt_lib": 10_147,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it

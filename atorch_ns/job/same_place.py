@@ -129,6 +129,10 @@ class SamePlace:
         self._meetings[letter] += 1
         number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
         store, key = default_store(), f"atorch_ns/meetings/{self._name}/{letter}/{min(ranks, default='')}"
+        if store.check(
+            [self._store_key("ended")]
+        ):  # another rank has ended, and its call would count as made
+            self._end_process(store.get(self._store_key("ended")).decode())
         if store.add(f"{key}/{number}", 1) == num_ranks:  # the last rank has come
             store.delete_key(f"{key}/{number}")
             store.set(key, str(number))
@@ -144,7 +148,7 @@ class SamePlace:
                         "have ended, or do something else. Call it on every rank; give init_process_group a longer "
                         "timeout if one needs more time."
                     )
-                    store.set(self._store_key("ended"), why)  # a late rank must not continue alone
+                    store.set(self._store_key("ended"), f"{why}\n")  # a late rank must not continue alone
                     raise RankError(why)
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_S / 20)  # all ranks poll one store

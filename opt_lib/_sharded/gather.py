@@ -141,27 +141,28 @@ class ShardsBetweenPasses:
             self._begin_pass()
             try:
                 with scope:
-                    output = getattr(self._root, _RUN)(self._refuse_writes, method, args, kwargs)
+                    output, names = getattr(self._root, _RUN)(self._find_writes, method, args, kwargs)
             finally:
                 self._end_pass(self._root, None, output)
+            if names:
+                reshard(self._root)  # once the pass has ended: the next must not compute with them
+                raise StepError(
+                    f"{method.__name__}() writes to {first_few(names, 4)}, which are gathered copies while it runs: the writes would "
+                    "be lost. Write to the parameters outside of the methods that compute with a batch, or use ddp or zero1."
+                )
             job.gradients.follow_call(job.module, output)
             return output
 
         return call
 
-    def _refuse_writes(
+    def _find_writes(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    ) -> tuple[Any, list[str]]:
         whole = [
             (name, p, p._version) for name, p in self._root.named_parameters() if not isinstance(p, DTensor)
         ]
         output = method(*args, **kwargs)
-        if names := [plain_name(name) for name, p, version in whole if p._version != version]:
-            raise StepError(
-                f"{method.__name__}() writes to {first_few(names, 4)}, which are gathered copies while it runs: the writes would "
-                "be lost. Write to the parameters outside of the methods that compute with a batch, or use ddp or zero1."
-            )
-        return output
+        return output, [plain_name(name) for name, p, version in whole if p._version != version]
 
     def autocast_outside(self, job: Job) -> AbstractContextManager[object]:
         """As around the forward pass, in whose dtype weights are gathered; nothing inside of one."""

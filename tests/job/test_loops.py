@@ -318,6 +318,9 @@ class Saved(Net):
     def save(self, path: str, weights: dict[str, torch.Tensor]) -> str:
         return path
 
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() * self.scale.detach().clone()
+
     def address(self) -> int:
         return self.scale.untyped_storage().data_ptr()
 
@@ -332,11 +335,11 @@ def _save_and_write() -> str:
         result.model.address()
     if dist.get_rank() == 0:
         assert result.model.save("here", {"x": X}) == "here"
-    try:
+    before = result.model.scaled(X)
+    with pytest.raises(StepError) as caught:
         result.model.write(X)
-    except StepError as error:
-        return str(error)
-    return ""
+    assert torch.equal(result.model.scaled(X), before)
+    return str(caught.value)
 
 
 def test_a_rank_saves_alone_and_a_write_that_would_be_lost_is_refused() -> None:

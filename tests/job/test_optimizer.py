@@ -53,8 +53,9 @@ def test_another_optimizer_on_16_bit_weights_is_said() -> None:
         optimizer.step()
         torch.optim.SGD([full]).step()
         weight.grad = torch.ones_like(weight)
-        with pytest.raises(UserWarning, match="updates 16-bit weights"):
+        with pytest.warns(UserWarning, match="updates 16-bit weights") as caught:
             torch.optim.SGD([weight]).step()
+        assert caught[0].filename == __file__
         weight.grad = torch.ones_like(weight)
         torch.optim.SGD([weight]).step()  # said once
 

@@ -56,7 +56,10 @@ class MasterWeights:
         """Returns whether the parameter is narrower than its master and was written since the last copy."""
         master = self._masters.get(parameter)
         is_narrow = master is not None and master.dtype != parameter.dtype
-        return is_narrow and self._marks.get(parameter) != _version_mark(parameter)
+        mark = self._marks.get(
+            parameter
+        )  # None: nothing was copied yet, as where the first steps are skipped
+        return is_narrow and mark is not None and mark != _version_mark(parameter)
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """``(parameter, master)`` of every parameter that has one."""
@@ -299,7 +302,7 @@ class StepOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"an optimizer not created by auto_accelerate ({type(optimizer).__name__}) updates 16-bit weights: its updates are rounded, and "
                 "the fp32 copies take over what is rounded. Let result.optim update them (optim_func, with groups).",
-                stacklevel=3,
+                stacklevel=4,  # above the hook and torch's wrapper of step
             )
 
     def _refuse_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
