@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -54,6 +55,14 @@ def describe_fields(app: Sphinx, what: str, name: str, thing: Any, options: Any,
     lines.append("")
 
 
+def join_names(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Joins names that share a description: Sphinx reads ``:ivar key, label:`` as ``label`` of the type ``key``."""
+    lines[:] = [
+        re.sub(r"^:ivar (\w+(?:, \w+)+):", lambda match: f":ivar {match[1].replace(', ', ',')}:", line)
+        for line in lines
+    ]
+
+
 def hide_signature(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str, None] | None:
@@ -62,6 +71,7 @@ def hide_signature(
 
 
 def setup(app: Sphinx) -> None:
-    """Registers the two hooks above."""
+    """Registers the hooks above."""
     app.connect("autodoc-process-docstring", describe_fields)
+    app.connect("autodoc-process-docstring", join_names, priority=600)  # napoleon writes the fields before
     app.connect("autodoc-process-signature", hide_signature)
