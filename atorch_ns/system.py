@@ -19,6 +19,8 @@ from typing import Any, Final
 _PR_SET_PDEATHSIG: Final = 1
 """Constant from Linux's prctl.h."""
 
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
 
 @functools.cache
 def table_rows(path: Path) -> tuple[Mapping[str, str], ...]:
@@ -53,11 +55,47 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may run on: those of its affinity mask where the system has one."""
+    """Cores that this process may use: those of its affinity mask, or fewer by a cgroup's quota; at least 1."""
     try:
-        return len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
-        return os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+    quota = cgroup_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cgroup_cores() -> float | None:
+    """Cores whose time this process's cgroups may use; ``None`` without a quota."""
+    quotas = []
+    for path in cgroup_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            quota, *period = path.read_text(encoding="ascii").split()
+            period = period or [path.with_name("cpu.cfs_period_us").read_text(encoding="ascii")]
+            quotas.append(int(quota) / int(period[0]))
+    return min((quota for quota in quotas if quota > 0), default=None)  # below 0: no limit
+
+
+def cgroup_files(controller: str, name: str, name_v1: str) -> list[Path]:
+    """Candidate files of this process's cgroups, in versions 2 and 1.
+
+    Inside a container the process's own group is usually mounted as the root.
+
+    Args:
+        controller: ``"memory"`` or ``"cpu"``.
+        name, name_v1: names of the file in versions 2 and 1.
+    """
+    files = [_CGROUPS / name, _CGROUPS / controller / name_v1]
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return files
+    for line in lines:  # version 2 lists no controllers
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files.append(_CGROUPS / path.strip("/") / name)
+        elif controller in controllers.split(","):
+            files.append(_CGROUPS / controller / path.strip("/") / name_v1)
+    return files
 
 
 def redirect_output(path: Path) -> None:

@@ -5,7 +5,8 @@ Legend: B batch, T tokens, V vocabulary, F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,18 @@ from torch import Tensor, nn
 from atorch_ns.testing.models import Case, make_gpt2, make_llama
 from atorch_ns.testing.networks import ResidualMlp
 
-__all__ = ["SIZED_CASES", "SizedCase", "gpt2", "language_case", "llama", "seeded", "sized_case"]
+__all__ = [
+    "LAYOUTS",
+    "MIXTURES",
+    "SIZED_CASES",
+    "SizedCase",
+    "axes_of",
+    "gpt2",
+    "language_case",
+    "llama",
+    "seeded",
+    "sized_case",
+]
 
 _INITIALIZER_RANGE = 0.02
 """transformers' default."""
@@ -135,7 +147,114 @@ def _cases() -> Iterator[SizedCase]:
 
 SIZED_CASES = tuple(_cases())
 
+_MIXTURE: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
+_NUM_EXPERTS = 4  # so that rows of experts are fewer than eight ranks
+
+
+def _qwen3_moe(**sizes: Any) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": _NUM_EXPERTS, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_MIXTURE, **experts, head_dim=32, **sizes))
+
+
+def _mixtral(**sizes: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**_MIXTURE, num_local_experts=_NUM_EXPERTS, **sizes))
+
+
+def _gpt_oss(**sizes: Any) -> nn.Module:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    settings = {"num_local_experts": _NUM_EXPERTS, "head_dim": 32, "sliding_window": 32}
+    return GptOssForCausalLM(GptOssConfig(**_MIXTURE, **settings, **sizes))
+
+
+def _deepseek_v3(**sizes: Any) -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    experts = {"n_routed_experts": _NUM_EXPERTS, "moe_intermediate_size": 512, "n_group": 2, "topk_group": 1}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "first_k_dense_replace": 1}
+    heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_MIXTURE, **experts, **ranks, **heads, **sizes}))
+
+
+def _mixture(build: Callable[..., nn.Module], vocab_size: int, num_tokens: int) -> nn.Module:
+    model = build(vocab_size=vocab_size, max_position_embeddings=num_tokens)
+    with torch.no_grad():  # with embeddings of usual size all tokens look alike, and choose the same experts
+        model.get_input_embeddings().weight.mul_(1 / _INITIALIZER_RANGE)  # type: ignore[operator]
+    return model
+
+
+def _mixtures() -> Iterator[SizedCase]:
+    builders = (_qwen3_moe, _mixtral, _gpt_oss, _deepseek_v3)
+    for name, build in zip(("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"), builders, strict=True):
+        case = language_case(name, functools.partial(_mixture, build), (384, 64))
+        yield SizedCase(name=name, case=case, global_batch=32, num_tokens=64)
+
+
+MIXTURES = tuple(_mixtures())
+
+
+def _mesh(*methods: Any, **axes: int) -> list[Any]:
+    return [("parallel_mode", (list(axes.items()), None)), *methods]
+
+
+_PASSES = ("gradient_accumulation", 2)
+LAYOUTS: Mapping[int, Sequence[list[Any]]] = {
+    2: (
+        _mesh("fsdp", data=2),
+        _mesh("zero2", data=2),
+        _mesh(expert=2),
+        _mesh("fsdp", expert=2),
+        _mesh("zero2", expert=2),
+        _mesh(tensor=2),
+        _mesh(_PASSES, pipeline=2),
+    ),
+    4: (
+        _mesh("fsdp", data=4),
+        _mesh("zero2", data=4),
+        _mesh(expert=2, data=2),
+        _mesh("zero1", expert=2, data=2),
+        _mesh("fsdp", expert=2, data=2),
+        _mesh("zero2", expert=2, data=2),
+        _mesh("fsdp", _PASSES, expert=2, data=2),
+        _mesh("fsdp", "checkpoint", expert=2, data=2),
+        _mesh("zero2", ("amp_native", "bf16"), expert=2, data=2),
+        _mesh("fsdp", expert=2, zero=2),
+        _mesh("fsdp", expert=4),
+        _mesh("zero2", expert=4),
+        _mesh("fsdp", tensor=2, expert=2),
+        _mesh("fsdp", tensor=2, data=2),
+        _mesh("zero2", _PASSES, expert=2, pipeline=2),
+        _mesh("fsdp", _PASSES, data=2, pipeline=2),
+    ),
+    8: (
+        _mesh("fsdp", data=8),
+        _mesh("fsdp", expert=2, data=4),
+        _mesh("zero2", expert=4, data=2),
+        _mesh("fsdp", tensor=2, expert=2, data=2),
+        _mesh("zero2", _PASSES, expert=2, data=2, pipeline=2),
+    ),
+}
+"""Strategies for mixtures, by number of ranks."""
+
+
+def axes_of(strategy: Sequence[Any]) -> dict[str, int]:
+    """Sizes of the axes that a strategy names; empty where it names none."""
+    name, config = strategy[0] if strategy and not isinstance(strategy[0], str) else ("", None)
+    return dict(config[0]) if name == "parallel_mode" and config else {}
+
 
 def sized_case(name: str) -> SizedCase:
     """The case of that name."""
-    return next(case for case in SIZED_CASES if case.name == name)
+    return next(case for case in (*SIZED_CASES, *MIXTURES) if case.name == name)

@@ -18,7 +18,7 @@ from benchmarks._results import Column, Findings
 __all__ = ["run"]
 
 _TEXT = """
-Training runs that others measured and published (`benchmarks/_published/runs.csv`, each with its source), predicted from
+Training runs that others measured and published (`benchmarks/_published/runs.csv` and `runs_2026.csv`, each with its source), predicted from
 the model's configuration on the meta device, a strategy and a cluster, by `atorch_ns.planning` alone. No constant of the
 estimate was fitted to them, and nothing was run. Ratios are predicted over published. *GiB published* is what the source
 counts, and so are predictions: reserved by torch where it says so, else allocated. *in memory*: a run that ran is predicted
@@ -109,7 +109,7 @@ def _row(each: Run, profiles: dict[tuple[str, ...], Profile]) -> Mapping[str, An
     gib = counted / 2**30
     return {
         **row,
-        "class": class_of(cluster.hardware.device),
+        "class": class_of(cluster.hardware.device, profiles[each.architecture]),
         "predicted_s": found.step_seconds,
         "predicted_gib": gib,
         "peak_at": kept.peak_at,

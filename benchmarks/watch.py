@@ -13,7 +13,7 @@ import torch
 
 from atorch_ns import auto_accelerate
 from atorch_ns.job.agreement import OutsideWeights, SameBatch, SameWeights
-from atorch_ns.job.loss import MeanCheck, RowCheck
+from atorch_ns.job.loss import LossCheck, RowCheck
 from atorch_ns.job.same_place import SamePlace
 from benchmarks._by_hand import OPTIM_ARGS
 from benchmarks._llama import SMALL, TINY, Llama, next_token_loss, random_batch
@@ -39,7 +39,7 @@ _WATCHED: Mapping[type, tuple[str, ...]] = {
     SamePlace: ("_add_call", "_before_forward", "_after_update", "_before_gathering"),
     SameBatch: ("check",),
     RowCheck: ("look",),
-    MeanCheck: ("_test_mean",),
+    LossCheck: ("_test_law",),
 }
 """What compares ranks or looks at their calls, in every step or in some."""
 

@@ -171,8 +171,16 @@ def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
         # find_unused_parameters of torch searches every graph, and fails if a loss uses parameters itself.
         watch = _Unreached(model)
         job.explain("ddp", watch.text)
+    model.register_forward_pre_hook(_narrow_gradients)
     job.wrap(model)
     job.gradients.skip_sync = model.no_sync
+
+
+def _narrow_gradients(model: nn.Module, _: Any) -> None:
+    # A further pass adds to gradients that were prepared in fp32, but DDP takes only its buckets' dtype.
+    for parameter in model.parameters() if torch.is_grad_enabled() else ():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 class ReplicatedModel(SetsInside, nn.Module):
@@ -349,7 +357,7 @@ def _replicate_parts(job: Job, method: str) -> None:
             broadcast_from_first(job, [*shared, *root.buffers()])
             # DistributedDataParallel is wrong in a pipeline that also shards layers; this composes with both.
             replicate(root, mesh=job.mesh.data, ignored=ignored_params | scalars)  # which it refuses
-        passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
+        passes = [ShardsBetweenPasses(root, job) for root in job.roots]
         gather_for_methods(job, passes)
         reduce_idle_parameters(job, method, ignored_params | scalars)
     job.gradients.skip_sync = skip_sync(job.roots)

@@ -57,8 +57,8 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
         return "the model is in host memory already" if cluster.device_type == "cpu" else None
 
     def plan(self, plan: Plan, config: OptimizerOffloadConfig) -> Plan:
-        """fp32 weights and their states are on the host; gradients leave the device when the step begins."""
-        return plan.changed(offload_optimizer=True, sharding={"frees_gradients": True})
+        """fp32 weights and their states are on the host, where the optimizer gets copies of the gradients."""
+        return plan.changed(offload_optimizer=True)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[OptimizerOffloadConfig]:
         """The default config on one GPU, for models that fit in no other way; several GPUs shard."""

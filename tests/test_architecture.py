@@ -18,41 +18,41 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 MOST_FILES = 480
 LINES = {
-    "top level": 856,
-    "cli": 2_116,  # to be 1_700
-    "trainer": 2_463,
-    "merak": 2_232,
-    "parallel": 2_231,
-    "planning": 501,  # to be 850
-    "doctor": 1_408,  # to be 1_000
-    "report": 3_232,  # to be 3_000
-    "engine": 4_975,  # to be 3_600
-    "numerics": 1_746,  # to be 1_300
-    "search": 3_988,  # to be 3_550
-    "estimate": 3_792,  # to be 3_300
-    "checkpoint": 1_909,  # to be 1_900
-    "apply": 283,
-    "method": 707,
-    "job": 5_958,  # to be 3_100
-    "operators": 4_788,  # to be 4_050
-    "pipeline": 4_411,  # to be 4_100
-    "sharding": 7_809,  # to be 6_200
-    "tracking": 477,
-    "data": 1_173,  # to be 1_400
-    "strategy": 1_827,  # to be 1_800
-    "profile": 2_814,  # to be 1_850
+    "top level": 887,
+    "cli": 2_097,  # to be 1_700
+    "trainer": 2_471,
+    "merak": 2_121,
+    "parallel": 2_173,
+    "planning": 478,  # to be 850
+    "doctor": 1_378,  # to be 1_000
+    "report": 3_157,  # to be 3_000
+    "engine": 4_977,  # to be 3_600
+    "numerics": 1_696,  # to be 1_300
+    "search": 3_852,  # to be 3_550
+    "estimate": 3_900,  # to be 3_300
+    "checkpoint": 1_910,  # to be 1_900
+    "apply": 285,
+    "method": 695,
+    "job": 6_094,  # to be 3_100
+    "operators": 4_712,  # to be 4_050
+    "pipeline": 4_394,  # to be 4_100
+    "sharding": 7_846,  # to be 6_200
+    "tracking": 475,
+    "data": 1_170,  # to be 1_400
+    "strategy": 1_802,  # to be 1_800
+    "profile": 2_826,  # to be 1_850
     "costs": 354,  # to be 650
-    "processes": 582,  # to be 1_550
-    "cluster": 3_008,  # to be 2_600
-    "capture": 2_202,  # to be 2_900
-    "torch_compat": 1_423,
-    "testing": 1_592,  # to be 1_000
-    "opt_lib": 10_147,  # to be 8_300
+    "processes": 579,  # to be 1_550
+    "cluster": 2_987,  # to be 2_600
+    "capture": 2_206,  # to be 2_900
+    "torch_compat": 1_481,
+    "testing": 1_549,  # to be 1_000
+    "opt_lib": 10_164,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_034
+MOST_LINES = 80_716
 GENERATED = "coordinator_pb2.py"
 
 

@@ -1,4 +1,4 @@
-"""Files written whole, and the end of a group."""
+"""Files written whole, quotas of cores, and the end of a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.system import kill_group, write_whole
+from atorch_ns import system
+from atorch_ns.cluster.cluster import cpu_device
+from atorch_ns.system import cgroup_cores, kill_group, num_usable_cores, write_whole
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -52,6 +54,31 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         write_whole(tmp_path / "file" / "plan.json", b"")
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "50000 100000"}, 0.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "50000"}, 2.0),
+        ({}, None),
+    ],
+)
+def test_a_quota_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float | None
+) -> None:
+    monkeypatch.setattr(system, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert cgroup_cores() == quota
+    cores = 8 if quota is None else max(1, int(quota))
+    assert num_usable_cores() == cores
+    assert cpu_device(2).flops_of("float32") == max(1, cores / 2) * cpu_device(cores).flops_of("float32")
 
 
 def test_a_group_that_is_gone_is_no_error() -> None:

@@ -63,6 +63,7 @@ from atorch_ns.torch_compat import (
     persistent_buffers,
     pipeline_orders,
     quiet_fake_kernels,
+    reads_divided_memory,
     reduce_after_backward,
     reduced_parameters,
     registered_children,
@@ -592,6 +593,17 @@ def _fakes() -> tuple[int, int, list[float]]:
 
 def test_a_fake_group_communicates_nothing() -> None:
     assert run_ranks(_fakes, 1, init_process_group=False) == [(3, 8, [1.0, 1.0])]
+
+
+def _reads_memory() -> bool:
+    tensor = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(RuntimeError) as caught:
+        tensor.untyped_storage().data_ptr()
+    return reads_divided_memory(caught.value) and not reads_divided_memory(RuntimeError("another"))
+
+
+def test_the_memory_of_a_divided_tensor_is_refused_in_words_that_are_known() -> None:
+    assert run_ranks(_reads_memory, 2) == [True, True]
 
 
 def _lists_of_both_kinds() -> list[float]:

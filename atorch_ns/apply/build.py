@@ -15,7 +15,7 @@ from atorch_ns.job.agreement import SameBatch
 from atorch_ns.job.batch_norm import note_batch_norms
 from atorch_ns.job.census import watch_first_step
 from atorch_ns.job.job import MODEL, OPTIMIZER, Job
-from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, MeanCheck, cast_inputs, wrap_loss
+from atorch_ns.job.loss import ForwardScope, LossCheck, LossFunction, LossScaler, cast_inputs, wrap_loss
 from atorch_ns.job.optimizer.build import make_optimizer
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
@@ -37,7 +37,7 @@ def build(job: Job, make_report: MakeReport) -> Result:
     job.precision.scaler = _build_scaler(job)  # the optimizer and the loss share it
     optimizer = make_optimizer(job)  # a backend may put its engine around the model here
     watch_first_step(job, optimizer)
-    _wrap_forward(job)  # so casts and autocast surround the outermost module only now
+    _wrap_forward(job)
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _build_loader(job)  # needs the mesh alone
     loss_func = _build_loss(job)  # under the same autocast and scale as the model
@@ -89,12 +89,12 @@ def _agree_over_model_axes(job: Job) -> None:
 
 
 def _wrap_forward(job: Job) -> None:
-    module = job.model if job.precision.forward_root is None else job.precision.forward_root
+    # Inside wrappers: the user's code may call the model itself, and DeepSpeed's on a GPU switches off any autocast around it.
     if job.precision.input_dtype is not None:
-        cast_inputs(module, job.precision.input_dtype)
+        cast_inputs(job.module, job.precision.input_dtype)
     autocast = job.precision.autocast
     if autocast is not None:
-        ForwardScope(partial(torch.autocast, autocast.device_type, autocast.dtype)).attach(module)
+        ForwardScope(partial(torch.autocast, autocast.device_type, autocast.dtype)).attach(job.module)
 
 
 def _build_loader(job: Job) -> TrainLoader | None:
@@ -126,8 +126,10 @@ def _build_loss(job: Job) -> LossFunction | None:
         return None
     loss_func = job.inputs.loss_func
     if not job.step.divides_outputs:  # otherwise a part of a batch has other parts of the outputs
-        is_mean = job.inputs.weight_func is None and job.inputs.loss_reduction == "mean"
-        job.step.mean_check = check = MeanCheck(job.device, None if is_mean and job.num_data_ranks > 1 else 0)
+        averages = job.inputs.weight_func is None and job.num_data_ranks > 1  # also in a custom loop
+        is_divided = any(isinstance(parameter, DTensor) for parameter in job.module.parameters())
+        check = LossCheck(job.device, None if averages else "", gathers=is_divided)
+        job.step.loss_check = check
         job.explain(MODEL, lambda: check.finding)
         loss_func = check.around(loss_func)
     return wrap_loss(

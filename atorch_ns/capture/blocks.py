@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -341,13 +341,9 @@ def call_hooks(
         prepend: whether ``before`` runs before other hooks, which may cast inputs.
         always: whether ``after`` also runs after a failed forward pass, with ``None`` as output.
     """
-    handles: list[Any] = []
-    for key, module in modules:
-        hook = partial(before, key)
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
-        handles.append(module.register_forward_hook(partial(after, key), always_call=always))
-    try:
+    with ExitStack() as stack:  # handles remove their hooks in the end
+        for key, module in modules:
+            hook = partial(before, key)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
+            stack.enter_context(module.register_forward_hook(partial(after, key), always_call=always))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

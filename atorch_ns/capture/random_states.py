@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -155,12 +155,10 @@ def turn_off_caches(model: nn.Module, *, always: bool = False) -> list[Removable
 @contextmanager
 def caches_off(model: nn.Module, *, always: bool = False) -> Iterator[None]:
     """Runs :func:`turn_off_caches` inside the block, also for copies of the model made there."""
-    handles = turn_off_caches(model, always=always)
-    try:
+    with ExitStack() as stack:
+        for handle in turn_off_caches(model, always=always):
+            stack.enter_context(handle)  # which removes the hook in the end
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _without_cache(

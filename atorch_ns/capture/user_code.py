@@ -10,6 +10,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -295,3 +297,15 @@ def nested_codes(code: CodeType | None) -> list[CodeType]:
     for parent in codes:  # codes grows while it is walked
         codes += [constant for constant in parent.co_consts if isinstance(constant, CodeType)]
     return codes
+
+
+def names_in_method(method: Callable[..., Any], kind: type, base: type) -> set[str]:
+    """Names in the code of a method of ``kind`` and of methods that it calls, except those of ``base``."""
+    names, methods = set[str](), [method]
+    for function in methods:  # grows by methods named in the code
+        for code in nested_codes(getattr(unwrap(function), "__code__", None)):
+            new = set(code.co_names) - names
+            names |= new
+            callees = (getattr(kind, name, None) for name in new if not hasattr(base, name))
+            methods += [each for each in callees if callable(each)]
+    return names

@@ -18,6 +18,7 @@ from atorch_ns.checkpoint.export import Unmatched, import_state_dict, whole_tens
 from atorch_ns.checkpoint.folder import write_json
 from atorch_ns.errors import CheckpointError, MissingPackageError
 from atorch_ns.job import Result
+from atorch_ns.text import error_text
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -89,12 +90,16 @@ class _Files(Mapping[str, torch.Tensor]):
 
     def __init__(self, library: ModuleType, folder: Path) -> None:
         self._places: dict[str, Any] = {}
+        file = folder / _INDEX
         try:
             for file in _files_of(folder):
                 handle = library.safe_open(file, framework="pt")
                 self._places |= dict.fromkeys(handle.keys(), handle)  # reads headers alone
-        except (OSError, ValueError, library.SafetensorError) as error:
-            raise CheckpointError(f"cannot read weights from {folder}: {error}") from error
+        except Exception as error:  # a damaged index raises anything
+            raise CheckpointError(
+                f"cannot read weights from {folder}: {file.name} is missing or damaged: {error_text(error)}. "
+                "Copy it again from where it came, or give another folder."
+            ) from error
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._places[name].get_tensor(name)

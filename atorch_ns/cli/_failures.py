@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,7 +19,8 @@ from atorch_ns.errors import (
 )
 
 _DEBUG: Final = "--debug"
-_WITHOUT_VALUE: Final = ("--module", "-m", "--dry-run", "--help", _DEBUG)  # options of launch without a value
+# Options of launch whose value comes next, unlike those of -n2, -mn2 and --nproc=2; -- has none.
+_TAKES_NEXT: Final = re.compile(r"-m*n|--(?!(module|dry-run|help|debug)$)[^=]+")
 
 
 def exit_code(error: BaseException) -> int:
@@ -40,9 +42,7 @@ def describe(error: BaseException) -> str:
 def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """The arguments without ``--debug``, and whether it was among them."""
     ours = len(arguments)  # arguments from this index on are a script's
-    if "launch" in arguments and not any(
-        not argument.startswith("-") for argument in arguments[: arguments.index("launch")]
-    ):  # launch is the verb only where options alone precede it
+    if _find_verb(arguments) == "launch":
         ours = _find_script_position(arguments, arguments.index("launch") + 1)
     rest = [argument for position, argument in enumerate(arguments) if argument != _DEBUG or position >= ours]
     return rest, len(rest) < len(arguments)
@@ -50,15 +50,18 @@ def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 def _find_script_position(arguments: Sequence[str], position: int) -> int:
     while position < len(arguments) and arguments[position].startswith("-"):
-        alone = arguments[position] in _WITHOUT_VALUE or "=" in arguments[position]
-        position += 1 if alone else 2  # an option, and its value
+        position += 2 if _TAKES_NEXT.fullmatch(arguments[position]) else 1
     return position
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
     """Returns whether a command's arguments contain ``--json``; those of a launched script do not count."""
-    verb = next((argument for argument in arguments if not argument.startswith("-")), None)
-    return verb != "launch" and "--json" in arguments
+    return _find_verb(arguments) != "launch" and "--json" in arguments
+
+
+def _find_verb(arguments: Sequence[str]) -> str | None:
+    # Options alone precede the verb.
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
 def failure_record(error: str, code: int, rank: int | None = None) -> str:

@@ -112,7 +112,6 @@ def _silent_end(end: RankEnd) -> str:
         how = f"was ended by {signal.Signals(-end.code).name}"
     if end.code == -signal.SIGKILL:
         how += ", as the system ends processes when memory runs out"
-    output = (
-        f". The end of its output:\n{indent(end.output, '    ')}" if end.output else "; it printed nothing"
-    )
+    lines = indent(end.output, "    ")
+    output = f". The end of its output:\n{lines}" if end.output else "; it printed nothing"
     return f"rank {end.rank} {how}, without a message{output}"

@@ -77,8 +77,7 @@ def unwritable(**options: Path | None) -> list[str]:
     """Problems, a sentence each, of writing to files of options (``_`` for ``-``); leaves nothing behind."""
     problems = []
     for name, path in options.items():
-        why = _why_not(path) if path is not None else ""
-        if why:
+        if path is not None and (why := _why_not(path)):
             problems.append(f"--{name.replace('_', '-')}={path}{why}")
     return problems
 

@@ -120,9 +120,8 @@ def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
     Raises:
         InputError: if options are missing or cannot be used; with all of them.
     """
-    missing = [
-        name for name, value in (("--model", options.model), ("--sample", options.sample)) if not value
-    ]
+    values = {"--model": options.model, "--sample": options.sample}
+    missing = [name for name, value in values.items() if not value]
     if missing:
         raise InputError(
             f"{' and '.join(missing)} missing. Give --model pkg.mod:build and --sample pkg.mod:sample, or "

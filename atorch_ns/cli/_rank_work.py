@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -119,8 +119,7 @@ def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     inputs, strategy = cluster.agree(
         lambda: (Inputs(**named_job(request)), read_strategy(request["strategy"])), what="building the model"
     )
-    result = verify(inputs, cluster, strategy, load_registry(), num_steps=request["steps"])
-    return result.as_json()
+    return verify(inputs, cluster, strategy, load_registry(), num_steps=request["steps"]).as_json()
 
 
 def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,18 +236,15 @@ def _attempt_work(
         if request.get("debug"):
             traceback.print_exc()
         code = exit_code(error)
-        answer = {"error": describe(error), "code": code, "kind": type(error).__name__}
-        return code, answer
+        return code, {"error": describe(error), "code": code, "kind": type(error).__name__}
 
 
 def _leave_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        try:
+        with suppress(Exception):  # another rank is gone already; this one is about to be
             dist.destroy_process_group()
-        except Exception:  # another rank is gone already; this one is about to be
-            return
 
 
 WORKS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {

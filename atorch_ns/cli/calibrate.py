@@ -45,8 +45,7 @@ def calibrate(
     Example: atorch-ns calibrate --nproc 2 --seconds 30 --output calibration.yaml
     """
     has_ranks = _join_launcher()
-    problems = _option_problems(nproc, seconds, device, has_ranks=has_ranks)
-    options.refuse(problems)
+    options.refuse(_option_problems(nproc, seconds, device, has_ranks=has_ranks))
     request = {"seconds": seconds, "device": device}
     if has_ranks:
         from atorch_ns.cli._rank_work import calibrate_on_rank
@@ -98,9 +97,7 @@ def _check_file(output: Path) -> None:
 
     if output.suffix not in _SUFFIXES:
         raise InputError(f"--output={output}: the suffix selects the format; use {', '.join(_SUFFIXES)}.")
-    unwritable = options.unwritable(output=output)
-    if unwritable:
-        raise InputError(unwritable[0])
+    options.refuse(options.unwritable(output=output))
     if holds_something_else(output):
         raise InputError(
             f"--output={output} exists and holds something other than measured speeds. Name another file."

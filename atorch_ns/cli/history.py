@@ -81,12 +81,11 @@ def _trial_as_json(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _study_lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
-    setting = study.setting
-    where = (
-        f"{setting.model} on {setting.world_size} × {setting.device}, global batch {setting.global_batch}"
-        if setting
-        else "setting unknown"
-    )
+    setting, where = study.setting, "setting unknown"
+    if setting:
+        where = (
+            f"{setting.model} on {setting.world_size} × {setting.device}, global batch {setting.global_batch}"
+        )
     searches = f"{count_noun(study.num_searches, 'search', 'searches')} ended"
     lines = [f"{study.name}  {where}; {searches}, {count_noun(len(study.trials), 'trial')}"]
     if study.best is not None:

@@ -51,9 +51,8 @@ def verify(
     """
     problems = []
     if script is not None:
-        flags = [
-            f"--{name}" for name, value in (("model", model), ("sample", sample), ("loss", loss)) if value
-        ]
+        values = {"--model": model, "--sample": sample, "--loss": loss}
+        flags = [name for name, value in values.items() if value]
         if flags:
             problems.append(f"--script has its own model, data and loss: leave {', '.join(flags)} out.")
         if not script.is_file():
@@ -70,12 +69,8 @@ def verify(
     if strategy is not None:
         check_strategy_is_there(strategy, "--strategy")  # before ranks are started for it; they read it
     if script is not None:
-        request = {
-            "script": str(script.absolute()),
-            "strategy": strategy,
-            "steps": steps,
-            "arguments": arguments or [],
-        }
+        path = str(script.absolute())
+        request = {"script": path, "strategy": strategy, "steps": steps, "arguments": arguments or []}
         _verify_script(request, nproc, timeout, as_json)
         return
     options.check_named(model=model, sample=sample)
@@ -115,12 +110,8 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
                 lines = _difference_lines(_as_json(first), first.job + 1)
                 say("\n".join(["before that, the runs differed:", *lines]))
             raise
-        run(  # how far rounding alone moves results
-            "rounding",
-            "in one process, with gradients that are off by rounding",
-            1,
-            reduced=result["reduced"],
-        )
+        where = "in one process, with gradients that are off by rounding"
+        run("rounding", where, 1, reduced=result["reduced"])  # how far rounding alone moves results
         difference, updates = compare_runs(folder, nproc, reduced=result["reduced"])
     document = {
         "passed": difference is None,

@@ -146,9 +146,7 @@ def _of_table(cluster: Cluster) -> Hardware | None:
 
 def _assumed_hardware(cluster: Cluster) -> Hardware:
     like = cpu_hardware(cluster.local_world_size, cluster.device_memory_bytes)  # placeholders until measured
-    device = replace(
-        like.device, name=cluster.device_name, type=cluster.device_type, capability=cluster.capability
-    )
+    device = replace(like.device, name=cluster.device_name, type="cuda", capability=cluster.capability)
     links = {name: LINKS[name].link(name, cluster.local_world_size) for name in ("pcie4", "eth100")}
     return Hardware(
         device=device, within_node=links["pcie4"], between_nodes=links["eth100"], to_host=links["pcie4"]

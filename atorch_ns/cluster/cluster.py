@@ -17,7 +17,7 @@ from atorch_ns.cluster.devices import DEVICES, device_named
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
 from atorch_ns.cluster.kernels import SourcedFigure
 from atorch_ns.errors import BackendError, InputError
-from atorch_ns.system import table_rows
+from atorch_ns.system import cgroup_files, num_usable_cores, table_rows
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,8 +37,6 @@ CPU_FIGURES: Final = {
 }
 """Assumed speed of a core until :func:`~atorch_ns.cluster.calibrate` measures it."""
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-
 
 def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
     """The share of this machine that one of ``num_ranks`` equal ranks has.
@@ -47,7 +45,7 @@ def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
         num_ranks: ranks on the machine.
         memory_bytes: memory of one rank; ``None`` for its share of :func:`machine_memory_bytes`.
     """
-    cores = max(1.0, (os.cpu_count() or 1) / num_ranks)
+    cores = max(1.0, num_usable_cores() / num_ranks)
     rates = {name: figure.value * cores for name, figure in CPU_FIGURES.items() if name != "launch_s"}
     return Device(
         name="cpu",
@@ -73,30 +71,8 @@ def cpu_hardware(num_ranks: int, memory_bytes: int | None = None) -> Hardware:
 def machine_memory_bytes() -> int:
     """Memory that all processes here may use. A cgroup can limit it below the machine's memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read_limit(path) for path in cgroup_files("memory.max", "memory.limit_in_bytes")]
+    limits = [_read_limit(path) for path in cgroup_files("memory", "memory.max", "memory.limit_in_bytes")]
     return min([machine, *(limit for limit in limits if limit is not None)])
-
-
-def cgroup_files(name: str, name_v1: str) -> list[Path]:
-    """Candidate files of this process's memory cgroups, in versions 2 and 1.
-
-    Inside a container the process's own group is usually mounted as the root.
-
-    Args:
-        name, name_v1: names of the file in versions 2 and 1.
-    """
-    files = [_CGROUPS / name, _CGROUPS / "memory" / name_v1]
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return files
-    for line in lines:  # version 2 lists no controllers
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            files.append(_CGROUPS / path.strip("/") / name)
-        elif "memory" in controllers.split(","):
-            files.append(_CGROUPS / "memory" / path.strip("/") / name_v1)
-    return files
 
 
 def _read_limit(path: Path) -> int | None:

@@ -42,6 +42,7 @@ class DeviceSheet:
         capability: CUDA's (or the first two digits of an AMD architecture).
         within_node: the link to others of the same node, by name.
         to_host: the link to the host's memory, by name.
+        most_per_node: devices that the link within a node joins; 0 for any number.
         aliases: other names that users may write.
         reported: words that the driver's name for the device must all contain.
     """
@@ -52,6 +53,7 @@ class DeviceSheet:
     capability: tuple[int, int]
     within_node: str
     to_host: str
+    most_per_node: int = 0
     aliases: tuple[str, ...] = ()
     reported: tuple[tuple[str, ...], ...] = ()
     launch_s: SourcedFigure = _LAUNCH
@@ -110,6 +112,7 @@ def _read_sheet(row: Mapping[str, str]) -> DeviceSheet:
         capability=(int(major), int(minor)),
         within_node=row["within_node"],
         to_host=row["to_host"],
+        most_per_node=int(row["most_per_node"] or 0),
         aliases=tuple(filter(None, row["aliases"].split("; "))),
         reported=tuple(tuple(name.split(" & ")) for name in filter(None, row["reported"].split("; "))),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class Device:
     """
 
     name: str
-    type: str
+    type: Literal["cuda", "cpu"]
     memory_bytes: int
     memory_bytes_per_s: float
     flops_per_s: Mapping[str, float]

@@ -34,7 +34,7 @@ def usual_attention(device: str) -> str:
     That is cuDNN for NVIDIA's compute capabilities 9 and 10, with a cuDNN after 9.15 such as torch 2.11's
     (torch, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``check_prefer_cudnn_attention``).
     """
-    return _CUDNN if device in ("H100", "H200", "B200", "GB200") else _FLASH
+    return _CUDNN if device in ("H20", "H100", "H200", "B200", "B300", "GB200", "GB300") else _FLASH
 
 
 class SourcedFigure(NamedTuple):
@@ -93,12 +93,13 @@ def attention_share(device: str, library: str, kind: AttentionKind) -> float:
             for is_causal in (True, False)
         )
         rate *= _interpolate_rate(causal, kind.num_tokens) / _interpolate_rate(whole, kind.num_tokens)
-    # Scaled from H100: by the device's best attention rate if known, else by its product rate.
-    best = max(_kernel_rates(library, _CURVES, kind.passes, _WIDTH, is_causal=False).values())
+    # Scaled from H100: by the device's attention rate of the longest samples if known, else by its product rate.
+    curve = _kernel_rates(library, _CURVES, kind.passes, _WIDTH, is_causal=False)
     own_rates = _kernel_rates(library, device, kind.passes, _WIDTH, is_causal=False)
+    length, longest_rate = max((own_rates or curve).items())
     row = _find_product_row(device if own_rates else _CURVES, "bfloat16")
     assert row is not None
-    return rate * max(own_rates.values(), default=best) / best / float(row["tflops"])
+    return rate * longest_rate / _interpolate_rate(curve, length) / float(row["tflops"])
 
 
 @functools.cache

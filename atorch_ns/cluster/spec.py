@@ -7,7 +7,8 @@ on the line            key in a file                     meaning
 ..                     ``device``, ``devices_per_node``  the same as two keys; ``device`` may be a mapping
 ``16 nodes``           ``nodes: 16``                     1 unless given
 ``nvlink4``            ``within_node: nvlink4``          between devices of a node
-``ib400``              ``between_nodes: ib400``          between nodes
+``ib400``              ``between_nodes: ib400``          between nodes; ``ib400 rails`` is the same
+``ib400 spine 2:1``    ``between_nodes: ib400 spine …``  with an oversubscribed spine: half of the rate
 ``60GiB``              ``memory: 60GiB``                 of one device, in place of the table's
 ``500W``               ``power: 500``                    limit of one device below its board's, watts
 ``FlashAttention-2``   ``attention: FlashAttention-2``   library of fused attention; else torch's choice
@@ -95,10 +96,13 @@ SPEC_KEYS: Final = (
 
 _NUMBER = r"(?P<count>[+-]?\d[\d_]*(\.\d+)?)"
 _COUNTED = re.compile(rf"^{_NUMBER}\s*[xX*×]\s*(?P<device>\S.*)$")
-_NODES = re.compile(rf"^{_NUMBER}\s*nodes?$", re.IGNORECASE)
-_MEMORY = re.compile(r"^\d+(\.\d+)?\s*[kmgt]i?b$", re.IGNORECASE)
-_POWER = re.compile(r"^(?P<watts>\d+(\.\d+)?)\s*W$", re.IGNORECASE)
-_PRICE = re.compile(r"^\$\s*(?P<price>\d+(\.\d+)?)\s*(/\s*h(our)?)?$", re.IGNORECASE)
+_PARTS: Final = {
+    "nodes": re.compile(rf"(?i)^{_NUMBER}\s*nodes?$"),
+    "memory": re.compile(r"(?i)^(?P<count>\d+(\.\d+)?\s*[kmgt]i?b)$"),
+    "power": re.compile(r"(?i)^(?P<count>\d+(\.\d+)?)\s*W$"),
+    "price_per_hour": re.compile(r"(?i)^\$\s*(?P<count>\d+(\.\d+)?)\s*(/\s*h(our)?)?$"),
+}
+_LINK = re.compile(r"(?i)^(?P<link>[\w-]+)(\s+rails)?(\s+(spine\s+)?(?P<spine>[1-9]\d*(\.\d+)?):1)?$")
 _LIBRARIES: Final = {name.lower(): name for name in ATTENTION_LIBRARIES}
 _SUFFIXES: Final = (".json", ".yaml", ".yml")
 
@@ -131,23 +135,26 @@ def _read_line(text: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_part(part: str) -> tuple[str, Any] | None:
-    if match := _NODES.match(part):
-        return "nodes", match["count"]
+    for key, form in _PARTS.items():
+        if match := form.match(part):
+            return key, match["count"]
     if _COUNTED.match(part):
         return "devices", part
-    if _MEMORY.match(part):
-        return "memory", part
-    if match := _POWER.match(part):
-        return "power", match["watts"]
-    if match := _PRICE.match(part):
-        return "price_per_hour", match["price"]
     if part.lower() in _LIBRARIES:
         return "attention", part
-    sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
-    if sheet is not None:
-        return ("within_node" if sheet.level == "within" else "between_nodes"), part
+    if entry := _find_link(part):
+        return ("within_node" if LINKS[entry[0]].level == "within" else "between_nodes"), part
     if part.lower() == "cpu" or any(part.lower() in _device_names(name) for name in DEVICES):
         return "devices", part
+    return None
+
+
+def _find_link(text: str) -> tuple[str, float] | None:
+    """Name of a link in the table, and the oversubscription of its spine that the text gives."""
+    if match := _LINK.match(text.strip()):
+        for name, sheet in LINKS.items():
+            if match["link"].lower() in (name, *sheet.aliases):
+                return name, float(match["spine"] or 1)
     return None
 
 
@@ -159,7 +166,7 @@ def _unknown_part(part: str) -> str:
     names = [*DEVICES, "cpu", *LINKS, *ATTENTION_LIBRARIES]
     return (
         f"{part!r} is not a device, link, number of nodes, memory, power, library of attention or price.{did_you_mean(part, names)} "
-        "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
+        "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'; the spine stands behind its link: 'ib400 spine 2:1'."
     )
 
 
@@ -264,11 +271,15 @@ def _read_devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, 
         problems.append("devices and device are both given; write one of them.")
     kind, count = values.get("devices", values.get("device")), None
     if isinstance(kind, str):
+        if "+" in kind[1:]:
+            problems.append(
+                f"{kind!r} names several kinds of nodes, and a plan is for nodes that are alike: name the slowest kind "
+                "for all, such as '8xA100-80GB, 2 nodes, ib400', or plan for each kind alone."
+            )
+            return 1, None
         count, kind = split_devices(kind)
     if count is not None and "devices_per_node" in values:
-        problems.append(
-            f"devices_per_node={values['devices_per_node']} and {count}x are both given; write one."
-        )
+        problems.append(f"devices_per_node={values['devices_per_node']} and {count}x: write one of them.")
     return read_count(count or values.get("devices_per_node", 1), "devices of a node", problems), kind
 
 
@@ -340,7 +351,7 @@ def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) 
     start = base or Device(
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
-    others = ("name", "type", "flops_per_s", "capability", "attention", "source")
+    others = ("name", "flops_per_s", "attention", "source")
     read = _read_fields(Device, figures, others, "device", problems=problems)
     if "efficiency" in read:
         read = {"efficiencies": {}, **read}  # the given figure holds for all dtypes
@@ -348,10 +359,8 @@ def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) 
         start,
         **read,
         name=str(figures.get("name", start.name)),
-        type=_read_device_type(figures.get("type", start.type), problems),
         memory_bytes=read_memory(figures["memory"], problems) if "memory" in figures else start.memory_bytes,
         flops_per_s={**start.flops_per_s, **_read_flops(figures.get("flops_per_s", {}), start, problems)},
-        capability=_read_capability(figures.get("capability", start.capability), problems),
         source=str(figures.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
     if "attention" in figures:
@@ -402,21 +411,6 @@ def _read_flops(rates: Any, start: Device, problems: list[str]) -> dict[str, flo
     return read
 
 
-def _read_device_type(value: Any, problems: list[str]) -> str:
-    if value not in ("cuda", "cpu"):
-        problems.append(f"device.type={value!r}; accepted: cuda, cpu.")
-    return str(value)
-
-
-def _read_capability(value: Any, problems: list[str]) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, int) for part in value):
-        return (value[0], value[1])
-    problems.append(f"device.capability={value!r} should be two integers such as [9, 0].")
-    return None
-
-
 def _read_hardware(
     device: Device, values: Mapping[str, Any], per_node: int, nodes: int, *, problems: list[str]
 ) -> Hardware:
@@ -428,6 +422,11 @@ def _read_hardware(
         within, host = (sheet.within_node, sheet.to_host) if sheet else ("pcie4", "pcie4")
         names = {"within_node": within, "between_nodes": "ib400", "to_host": host}
         usual = {key: LINKS[name].link(name, per_node) for key, name in names.items()}
+        if sheet and 0 < sheet.most_per_node < per_node:
+            problems.append(
+                f"{per_node} {device.name} are more than the {sheet.most_per_node} that NVLink joins in a rack: name racks "
+                f"as nodes, such as '64x{device.name}, {math.ceil(per_node * nodes / 64)} nodes, ib400'."
+            )
     if nodes > 1 and "between_nodes" not in values and device.type != "cpu":
         problems.append(f"{nodes} nodes need the link between them: name one, such as ib400 or eth100.")
     links = {
@@ -452,25 +451,20 @@ def _read_link(value: Any, key: str, usual: Link, per_node: int, *, problems: li
         read_number(value.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
     # Rates by collective and ramps were measured at the link's own rate; with another one they are void.
-    base_fields = {name: getattr(base, name) for name in ("collectives", "ramp")} if rate == base.rate else {}
+    start = base if rate == base.rate else replace(base, rate=rate, collectives={}, ramp=())
     return replace(
-        base,
-        **{
-            "collectives": {},
-            "ramp": (),
-            **base_fields,
-            **_read_fields(Link, value, ("name", "source"), key, problems=problems),
-        },
+        start,
+        **_read_fields(Link, value, ("name", "source"), key, problems=problems),
         name=str(value.get("name", base.name)),
-        rate=rate,
         source=str(value.get("source", f"given; else {base.source}")),
     )
 
 
 def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link | None:
-    for link_name, sheet in LINKS.items():
-        if name.lower() in (link_name, *sheet.aliases):
-            return sheet.link(link_name, per_node)
+    if entry := _find_link(name):
+        link = LINKS[entry[0]].link(entry[0], per_node)
+        rate = Rate(link.rate.latency_s, link.rate.bytes_per_s / entry[1])  # all traffic may cross the spine
+        return replace(link, name=name, rate=rate) if entry[1] > 1 else link
     problems.append(
         f"{key}={name!r} is not a link of the table.{did_you_mean(name, LINKS)} Known: {', '.join(LINKS)}."
     )

@@ -140,9 +140,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return 2 * batch * heads * tokens * key.shape[-2] * (width + value.shape[-1])
 
 
-def _attention_backward(
-    _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any
-) -> int:
+def _attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any) -> int:
     """Scores again, then the gradients of P, V, Q and K: five products for the two of the forward pass."""
     batch, heads, tokens, width = query.shape
     return 2 * batch * heads * tokens * key.shape[-2] * (3 * width + 2 * value.shape[-1])
@@ -164,6 +162,8 @@ def _grouped_mm_flops(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int
 _OWN: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+    _aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
     _aten.mv: _once_each,
     _aten.addmv: lambda _, matrix, *__: _once_each(matrix),
     _aten.dot: _once_each,

@@ -83,7 +83,8 @@ class TrainLoader(DataLoader[Any]):
     found by drawing the order again, so a user's sampler that draws from a generator rather than from the
     epoch resumes correctly only if that generator is back in the state it had when the epoch began.
 
-    ``len`` is the number of batches in a whole epoch, even if the next iteration is a resumed one.
+    ``len`` is the number of batches in a whole epoch, even if the next iteration is a resumed one. For an
+    iterable dataset with workers it is torch's estimate: each worker ends with an incomplete batch of its own.
     All ranks iterate together. With a sampler whose order is broadcast, the first batch of an
     iteration is a collective, so a single rank that iterates alone waits for the others.
 

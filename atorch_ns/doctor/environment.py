@@ -15,8 +15,7 @@ from atorch_ns._version import __version__
 from atorch_ns.cluster import OPTIONAL_PACKAGES
 from atorch_ns.cluster.cluster import machine_memory_bytes
 from atorch_ns.doctor.machine import shared_memory_bytes
-from atorch_ns.processes import num_usable_cores
-from atorch_ns.system import cpu_model
+from atorch_ns.system import cgroup_cores, cpu_model, num_usable_cores
 
 _PACKAGES: Final = (
     "torch", "numpy", "pydantic", "optuna", "grpcio", "protobuf", "typer", "rich", "cloudpickle", "triton",
@@ -71,16 +70,8 @@ def _cpu_info() -> dict[str, Any]:
         "model": cpu_model(),
         "cores": os.cpu_count() or 1,
         "usable_cores": num_usable_cores(),
-        "cgroup_cores": _cgroup_cores(),
+        "cgroup_cores": cgroup_cores(),
     }
-
-
-def _cgroup_cores() -> float | None:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)  # max means unlimited
-    except (OSError, ValueError):
-        return None
 
 
 def _memory_info() -> dict[str, Any]:

@@ -91,12 +91,10 @@ def check_limits(machine: Place) -> Iterator[Finding]:
     """Open files and locked memory are not limited too far."""
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    figures = {
-        "open_files": files,
-        "locked_memory_bytes": None if locked_bytes == resource.RLIM_INFINITY else locked_bytes,
-    }
+    is_unlimited = locked_bytes == resource.RLIM_INFINITY
+    figures = {"open_files": files, "locked_memory_bytes": None if is_unlimited else locked_bytes}
     few_files = files != resource.RLIM_INFINITY and files < _OPEN_FILES
-    little_locked = _has_infiniband() and locked_bytes != resource.RLIM_INFINITY  # RDMA pins its buffers
+    little_locked = _has_infiniband() and not is_unlimited  # RDMA pins its buffers
     if few_files:
         above = most_files == resource.RLIM_INFINITY or most_files >= _OPEN_FILES  # the hard limit allows it
         text = (
@@ -111,18 +109,13 @@ def check_limits(machine: Place) -> Iterator[Finding]:
         fix = "ulimit -l unlimited   # or docker run --ulimit memlock=-1"
         yield warned("limits", text, fix, figures=figures)
     if not few_files and not little_locked:
-        is_unlimited = locked_bytes == resource.RLIM_INFINITY
-        memory = _limit_text(locked_bytes) if is_unlimited else bytes_text(locked_bytes)
-        text = f"open files {_limit_text(files)}, locked memory {memory}"
-        yield passed("limits", text, figures=figures)
+        memory = "unlimited" if is_unlimited else bytes_text(locked_bytes)
+        number = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
+        yield passed("limits", f"open files {number}, locked memory {memory}", figures=figures)
 
 
 def _has_infiniband() -> bool:
     return Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
-
-
-def _limit_text(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
 _PACKAGES: Final = "packages"
@@ -146,9 +139,8 @@ def check_packages(machine: Place) -> Iterator[Finding]:
             why = clip_text(" ".join(outcome.problem.split()), 300)
             text = f"{package} {versions[package]} is installed and cannot be imported: {why}"
             name = OPTIONAL_PACKAGES[package]
-            yield warned(
-                _PACKAGES, text, f"pip install --force-reinstall {name}   # or: pip uninstall {name}"
-            )
+            fix = f"pip install --force-reinstall {name}   # or: pip uninstall {name}"
+            yield warned(_PACKAGES, text, fix)
     usable = [f"{package} {versions[package]}" for package, outcome in results.items() if not outcome.problem]
     absent = [package for package in OPTIONAL_PACKAGES if package not in versions]
     rest = f"; not installed: {', '.join(absent)}" if absent else ""
@@ -164,11 +156,8 @@ _DEFAULT_PORT: Final = 29500  # of torchrun's store
 def check_ports(machine: Place) -> Iterator[Finding]:
     """Loopback connections work, torchrun's default port is free, and the host's name resolves."""
     try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5),
-        ):
-            pass
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         yield failed(_PORTS, f"no connection over 127.0.0.1 can be made: {error}", "ip link set lo up")
         return

@@ -58,10 +58,8 @@ class Nodes:
         """``"node 1 (host-b), node 2"``: with host names as far as they are known."""
         names = []
         for node in nodes:
-            hosts = (
-                self.inventories[rank].host for rank in self.who.ranks_of(node) if rank in self.inventories
-            )
-            host = next(hosts, "")
+            ranks = [rank for rank in self.who.ranks_of(node) if rank in self.inventories]
+            host = self.inventories[ranks[0]].host if ranks else ""
             names.append(f"node {node} ({host})" if host else f"node {node}")
         return first_few(names, most)
 
@@ -206,23 +204,19 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
         findings.append(all_reduce_finding("all-reduce", title, first["all"]))
         of_nodes = [figures[rank]["backends"][backend] for rank in who.leaders]
         if "within" in first:
-            within = [each["within"] for each in of_nodes]
+            within, title = [each["within"] for each in of_nodes], f"all-reduce within a node by {backend}"
             fix = "nvidia-smi topo -m; top   # on that node: how its GPUs are connected, and who else uses it"
-            findings.append(
-                _judge_bandwidths(
-                    "within nodes", f"all-reduce within a node by {backend}", within, fix, nodes=nodes
-                )
-            )
+            findings.append(_judge_bandwidths("within nodes", title, within, fix, nodes=nodes))
         if "between" in first:
             title = f"all-reduce between nodes by {backend}"
             findings.append(all_reduce_finding("between nodes", title, first["between"]))
-            best = [
-                max(each["links"].values(), key=lambda link: link["best_bytes_per_s"]) for each in of_nodes
-            ]
-            fix = "ethtool eth0 | grep Speed; ibstat   # on that node"
-            findings.append(
-                _judge_bandwidths("links", f"best link of a node by {backend}", best, fix, nodes=nodes)
+            links = [each["links"].values() for each in of_nodes]
+            best = [max(each, key=lambda link: link["best_bytes_per_s"]) for each in links]
+            title, fix = (
+                f"best link of a node by {backend}",
+                "ethtool eth0 | grep Speed; ibstat   # on that node",
             )
+            findings.append(_judge_bandwidths("links", title, best, fix, nodes=nodes))
     if who.num_nodes > 1:
         # A node is as slow as its slowest rank.
         products = [max(figures[rank]["product_s"] for rank in who.ranks_of(n)) for n in range(who.num_nodes)]
@@ -231,9 +225,8 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
         text += f", at most {seconds_text(worst)} on {nodes.named([products.index(worst)])}"
         fix = "nvidia-smi -q -d PERFORMANCE; top   # on that node: is it hot, throttled, or in use by others?"
         numbers = {"seconds": usual, "slowest_seconds": worst}
-        findings.append(
-            _judge_speeds("compute", text, [1 / each for each in products], fix, figures=numbers, nodes=nodes)
-        )
+        rates = [1 / each for each in products]
+        findings.append(_judge_speeds("compute", text, rates, fix, figures=numbers, nodes=nodes))
     return findings
 
 

@@ -89,9 +89,8 @@ def _iter_findings(values: _Exchange, machine: Place, who: Who, names: Sequence[
         if "alike" in names and who.rank == 0:  # has the inventories of all ranks
             yield from differences(nodes)
         if "reach" in names:
-            addresses = values.from_first(
-                [nodes.inventories[rank].address for rank in who.leaders if not who.rank]
-            )
+            listeners = [nodes.inventories[rank].address for rank in who.leaders if not who.rank]
+            addresses = values.from_first(listeners)
             if who.leads:
                 values.post("reach", connect_all(addresses, timeout_s=limit_s))
             if who.rank == 0:

@@ -88,9 +88,7 @@ def check_dtypes(machine: Place) -> Iterator[Finding]:
         texts.append(text)
         if verdict != "pass":
             yield Finding(check=_DTYPES, verdict=verdict, text=text, fix=_dtype_fix(name))
-    figures = {
-        f"{name}_seconds": product.seconds for name, product in products.items() if not product.problem
-    }
+    figures = {f"{name}_seconds": each.seconds for name, each in products.items() if not each.problem}
     yield passed(_DTYPES, f"on {device}: {'; '.join(texts)}", figures=figures)
 
 
@@ -170,10 +168,8 @@ def check_backends(machine: Place) -> list[Finding]:
 def check_collectives(machine: Place) -> list[Finding]:
     """Ranks are started with a time limit and sum tensors; every rank must get the same, right sum."""
     with scratch_folder() as folder:
-        program, arguments = "atorch_ns.doctor.benchmark", [str(folder), str(machine.timeout_s)]
-        ends = run_local_ranks(
-            program, arguments, machine.num_ranks, timeout_s=machine.timeout_s, shown=False
-        )
+        program, args = "atorch_ns.doctor.benchmark", [str(folder), str(machine.timeout_s)]
+        ends = run_local_ranks(program, args, machine.num_ranks, timeout_s=machine.timeout_s, shown=False)
         path = folder / "figures_0"
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not figures or any(end.code for end in ends):

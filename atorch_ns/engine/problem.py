@@ -272,6 +272,7 @@ def _search_fingerprint(
         f"{cluster.world_size} of {cluster.device_name} on {cluster.num_nodes} nodes, torch {cluster.torch}",
         repr(sorted(method.name for method in registry)),
         repr((request.included, request.excluded, request.base and request.base.steps)),
+        f"accumulates {sample.inputs.gradient_accumulation_steps}",
         request.settings.model_dump_json(include=_ASKED_FOR),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]  # 64 bits

@@ -2,8 +2,9 @@
 
 A line of the file is a class with quantiles of measured over predicted. ``python -m benchmarks --only
 published`` writes it, from published runs (GPUs) and this project's own (CPUs). It moves no prediction.
-Classes are generations of devices: intervals of finer ones (eager or compiled, divided or not) contain fewer
-runs of sources that the fit left out.
+On GPUs mixtures of experts and models with adapters are classes of their own, as they err otherwise. Of other
+models classes are generations of devices: intervals of finer ones (eager or compiled, divided or not) contain
+fewer runs of sources that the fit left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from atorch_ns.cluster import Device, Hardware
+from atorch_ns.profile import Profile
 from atorch_ns.system import table_rows
 
 Quantity = Literal["step time", "memory", "gain"]
@@ -23,7 +25,11 @@ FILE: Final = Path(__file__).with_name("residuals.csv")
 QUANTILES: Final = (0.1, 0.9)
 """Quantiles of measured over predicted. Eight of ten runs of a class lie between them."""
 OTHER: Final = "other"
-"""Class of devices with too few runs. It has the widest intervals of all."""
+"""Class of what has too few runs. It has the widest intervals of all."""
+MIXTURE: Final = "mixture"
+ADAPTERS: Final = "adapters"
+_ADAPTER_SHARE: Final = 0.2
+"""Share of trained parameters below which a model counts as one with adapters. Those of peft are a few percent."""
 # Classes by the device whose kernels a device has.
 _GENERATIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("A100", "A100-PCIe"), "Ampere"),
@@ -75,14 +81,20 @@ UNKNOWN: Final = Intervals()
 """Intervals of predictions with unknown error: the figures alone."""
 
 
-def class_of(device: Device) -> str:
-    """``"Ampere"``, ``"Hopper"``, ``"CPU"``, or ``"other"``."""
-    return "CPU" if device.type == "cpu" else _GENERATIONS.get(device.kernels, OTHER)
+def class_of(device: Device, profile: Profile) -> str:
+    """``"CPU"``, ``"mixture"``, ``"adapters"``, ``"Ampere"``, ``"Hopper"``, or ``"other"``."""
+    if device.type == "cpu":
+        return "CPU"
+    if profile.trace is not None and profile.trace.num_experts:
+        return MIXTURE
+    if profile.num_trainable < _ADAPTER_SHARE * profile.num_parameters:
+        return ADAPTERS
+    return _GENERATIONS.get(device.kernels, OTHER)
 
 
-def intervals_of(hardware: Hardware) -> Intervals:
+def intervals_of(hardware: Hardware, profile: Profile) -> Intervals:
     """The intervals of plans on this hardware. On an unmeasured CPU, times are as unsure as on any device."""
-    kind, table = class_of(hardware.device), residuals()
+    kind, table = class_of(hardware.device, profile), residuals()
     gain, memory = residual(table, "gain", kind), residual(table, "memory", kind)
     is_unsure = kind == "CPU" and not hardware.measured
     times = [residual(table, "step time", each).range for each in ((kind, OTHER) if is_unsure else (kind,))]

@@ -331,6 +331,11 @@ class Sizes:
         """[R] ranks that see different data."""
         return np.asarray(self.data * self.zero * self.expert)
 
+    @property
+    def num_copies(self) -> np.ndarray:
+        """[R] ranks that have the same experts."""
+        return np.asarray(self.data * self.zero)
+
     def shards(self, layout: str) -> np.ndarray:
         """[R] ranks that sharded states are divided over, by layout: ``zero`` if there is one, else all that
         see different data (for whole parameters, with the same experts); for rows (``fully_shard``) also
@@ -469,6 +474,20 @@ class ModelShard:
                     local = local + (part / self.sizes.expert if spec.is_expert else part)
             self.known[s] = local / total if total else np.ones(len(self.sizes))
         return self.known[s]
+
+    def of_gradients(self, s: int) -> np.ndarray | float:
+        """[R] bytes of gradients that a block of segment ``s`` makes where an axis divides experts, as a share
+        of those of the whole block: a rank's experts alone, the largest twice, as it is scaled to a mean."""
+        if not self.sizes.divides:
+            return 1.0
+        if ("gradients", s) not in self.known:
+            specs = [spec for spec in self.trace.segments[s].parameters if spec.trainable]
+            experts = [spec.num_elements for spec in specs if spec.is_expert]
+            total = max(1, sum(spec.num_elements for spec in specs))
+            e = self.sizes.expert
+            less = sum(experts) * (1 - 1 / e) - max(experts, default=0) / e * (e > 1)
+            self.known["gradients", s] = 1 - less / total
+        return self.known["gradients", s]
 
     def gathered_inputs(self, s: int) -> np.ndarray | float:
         """[R] gathered inputs of divided layers, kept for weights' gradients, in units of segment outputs:

@@ -88,7 +88,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
         memo=memo,
     )
     time = price_time(table, profile.trace, cluster, workload, memo=memo)
-    return Prices(memory, time, peak_at, moments, intervals_of(cluster.hardware))
+    return Prices(memory, time, peak_at, moments, intervals_of(cluster.hardware, profile))
 
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload) -> Estimate:

@@ -24,6 +24,7 @@ from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import GradientHooks, follow_backward_passes
 from atorch_ns.job.job import MODEL, Job
+from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
 from atorch_ns.sharding.compare import sum_of_bits
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import (
@@ -292,7 +293,8 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
     if job.cluster.world_size == 1:
         return
     if optimizer is not None:
-        updated_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        groups = inner_optimizer(optimizer).param_groups  # masters too
+        updated_ids = {id(p) for group in groups for p in group["params"]}
         for root in job.roots:
             inner = traced_modules(root)  # hooks on inner modules would be compiled
             for path, module in root.named_modules():

@@ -108,9 +108,12 @@ def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
     """The norm of gradients with one mesh and equal placements. Collective for sharded gradients."""
     first = grads[0]
     if not isinstance(first, DTensor):
-        return torch.nn.utils.get_total_norm(
-            [piece for grad in grads for piece in _split_gradient(grad)], norm_type
-        )
+        pieces = [piece for grad in grads for piece in _split_gradient(grad)]
+        if all(piece.dtype.itemsize > 2 for piece in pieces):
+            return torch.nn.utils.get_total_norm(pieces, norm_type)
+        # torch's norms of 16 bits have 16 bits too.
+        norms = [torch.linalg.vector_norm(_at_least_float32(piece), norm_type) for piece in pieces]
+        return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms), norm_type))
     # Partial sums, or shards in another order: torch's norm of DTensors reduces these.
     if not all(isinstance(layout, (Shard, Replicate)) for layout in first.placements):
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
@@ -396,9 +399,9 @@ def _sum_bucket(parameters: list[torch.Tensor], entry: _Sum) -> None:
         if parameter.grad is None:  # no token of this rank used it, but a token of another rank may have
             parameter.grad = torch.zeros_like(parameter)
     grads = [_local_part(parameter.grad) for parameter in parameters]
-    pieces = [grad.reshape(-1) for grad in grads]
+    pieces = [grad.to(parameters[0].dtype).reshape(-1) for grad in grads]  # some may be prepared in fp32
     # new_tensor copies from the host and synchronises; new_ones does not.
-    pieces.append(grads[0].new_ones(len(flags)) if all(flags) else grads[0].new_tensor(flags))
+    pieces.append(pieces[0].new_ones(len(flags)) if all(flags) else pieces[0].new_tensor(flags))
     flat = torch.cat(pieces)  # all gradients, then one flag each
     dist.all_reduce(flat, group=entry.group)
     sums = flat.split([piece.numel() for piece in pieces])

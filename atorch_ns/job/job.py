@@ -19,7 +19,7 @@ from atorch_ns.data import BatchRunner, split_batch
 from atorch_ns.job.agreement import SameBatch, SameWeights
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.loss import JobPrecision, LossFunction, MeanCheck
+from atorch_ns.job.loss import JobPrecision, LossCheck, LossFunction
 from atorch_ns.job.materialise import Materialiser, is_on_meta
 from atorch_ns.job.model import ModelParts, OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
@@ -73,7 +73,7 @@ class StepOptions:
         split: splits a batch instead, if the number of parts depends on its rows.
         context: surrounds all work of ``train_step`` and its ``evaluate``.
         divides_outputs: whether the loss function may receive parts of outputs.
-        mean_check: tests in the first step whether the loss is a mean over samples; ``None`` for no test.
+        loss_check: tests in the first step whether the loss is a mean or sum over samples; ``None`` for no test.
         make_runner: creates the runner of a batch if calling the model is not enough.
         recompute: recomputes a module in the backward pass instead of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
@@ -91,7 +91,7 @@ class StepOptions:
     split: Callable[[Any], list[Any]] | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     divides_outputs: bool = False
-    mean_check: MeanCheck | None = None
+    loss_check: LossCheck | None = None
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None
     recomputed_blocks: frozenset[str] | None = None

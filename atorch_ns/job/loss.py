@@ -11,20 +11,21 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final, cast
+from types import BuiltinFunctionType, EllipsisType, FunctionType, ModuleType, NoneType, NotImplementedType
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from atorch_ns.capture.nests import batch_sizes, floats_to, map_tensors, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.user_code import nested_codes
 from atorch_ns.cluster import Cluster
-from atorch_ns.data import split_batch
-from atorch_ns.errors import InputError
+from atorch_ns.data import Reduction, split_batch
+from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.torch_compat import found_inf_tensors, local_grad_scaler
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,6 @@ class JobPrecision:
         scaler: the loss scaler, created with the job; ``None`` without ``loss_scaling``.
         skip_if_nonfinite: whether steps with infinite or NaN gradients are skipped without a scaler.
         input_dtype: dtype that floating inputs are cast to; ``None`` to keep theirs.
-        forward_root: the module whose forward pass autocast and casts surround; ``None`` for the job's model.
         restore: makes all layers of a copy of a module compute in the dtype of their weights again. ``None``
             if they already do. See :meth:`atorch_ns.job.Job.in_full_precision`.
     """
@@ -122,7 +122,6 @@ class JobPrecision:
     scaler: LossScaler | None = None
     skip_if_nonfinite: bool = False
     input_dtype: torch.dtype | None = None
-    forward_root: nn.Module | None = None
     restore: Callable[[nn.Module], None] | None = None
 
 
@@ -323,74 +322,110 @@ def wrap_loss(
     return compute_loss
 
 
-class MeanCheck:
-    """Tests on a batch's outputs whether a loss is a mean over samples, as steps without weights assume.
+class LossCheck:
+    """Tests on a batch's outputs whether a loss is a mean or a sum over samples, as steps without weights assume.
 
-    The loss of a batch must be the mean of the losses of its equal parts. Losses computed by the model, those
-    that draw random numbers, and functions that may remember calls (such as annealing) are not tested.
+    The loss of a batch must be the mean or sum of the losses of its equal parts. Losses computed by the model,
+    those that draw random numbers, and functions that may remember calls (annealing) are not tested.
 
     Args:
         device: the device of the batch.
+        gathers: whether a loss may gather divided weights, which all ranks must do equally often.
 
     Attributes:
-        num_left: number of calls still to test; ``None`` for the first, tenth, hundredth and so on.
-        finding: the finding as a sentence. Empty if a loss is a mean, or nothing was tested.
+        law: what each call must give, ``""`` for anything. ``None`` in a custom loop, whose ranks average gradients:
+            a mean in the first, tenth, hundredth call with gradients and so on.
+        finding: the finding as a sentence. Empty if the law holds, or nothing was tested.
     """
 
-    def __init__(self, device: torch.device, num_left: float | None = 0) -> None:
-        self._device = device
-        self.num_left = num_left
+    def __init__(self, device: torch.device, law: Reduction | Literal[""] | None, *, gathers: bool) -> None:
+        self._device, self._gathers = device, gathers
+        self.law = law
         self._num_calls = 0
         self.finding = ""
 
     def around(self, loss_func: LossFunction) -> LossFunction:
         """The same function, with its calls tested while the test is on."""
 
-        if not _is_without_state(loss_func):
+        if _user_classes(loss_func) or not _is_without_state(loss_func):
             return loss_func
 
         @functools.wraps(loss_func)
         def test_loss(batch: Any, output: Any) -> Any:
-            value = loss_func(batch, output)
-            self._num_calls += 1
-            is_due = self.num_left > 0 if self.num_left is not None else is_power_of_ten(self._num_calls)
-            if is_due and not self.finding and tensors_of(batch):
-                with torch.no_grad(), random_states_kept(self._device):
-                    self._test_mean(loss_func, batch, output, first_loss(value))
+            value, law = loss_func(batch, output), self.law
+            if law is None and torch.is_grad_enabled():
+                self._num_calls += 1
+                law = "mean" if is_power_of_ten(self._num_calls) else ""
+            if law and (self._gathers or not self.finding) and tensors_of(batch):
+                with torch.set_grad_enabled(self._gathers), random_states_kept(self._device):
+                    self._test_law(law, loss_func, (batch, output), first_loss(value))
             return value
 
         return test_loss
 
-    def _test_mean(self, loss_func: LossFunction, batch: Any, output: Any, whole: torch.Tensor) -> None:
-        value = float(whole)
-        try:
-            (size,) = batch_sizes((batch, output))
-            num = max(n for n in range(1, _MOST_PARTS + 1) if size % n == 0)
-            floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-            # Divided: its parts would be whole tensors.
-            if any(type(tensor) is not torch.Tensor for tensor in floats):
-                return
-            # One part is the whole batch, and non-finite outputs prove nothing.
-            if num == 1 or not floats or not all(bool(tensor.isfinite().all()) for tensor in floats):
-                return
-            again = float(first_loss(loss_func(batch, output)))
-            if again != value and math.isfinite(value):  # it draws random numbers
-                return
-            parts = [float(first_loss(loss_func(*part))) for part in split_batch((batch, output), num)]
-        except Exception:
-            log.debug("whether the loss is a mean over samples cannot be tested", exc_info=True)
+    def _test_law(self, law: Reduction, loss_func: LossFunction, data: Any, whole: torch.Tensor) -> None:
+        if self._gathers:
+            data = _without_graph(data)
+        parts, value = _parts_to_test(*data), float(whole.detach())
+        if not parts and not self._gathers:
             return
+        # Where a call may gather, ranks make equally many, whatever their batches.
+        calls = [data] * (1 + _MOST_PARTS - len(parts) if self._gathers else 1) + parts
+        losses: list[float] = []
+        handle = register_module_forward_pre_hook(_refuse_pass)
+        for call in calls:
+            try:
+                losses.append(float(first_loss(loss_func(*call)).detach()))
+            except Exception:
+                log.debug("whether the loss is a %s over samples cannot be tested", law, exc_info=True)
+        handle.remove()
+        if len(losses) < len(calls) or not parts or self.finding:
+            return
+        if losses[0] != value and math.isfinite(value):  # it draws random numbers
+            return
+        losses, divisor = losses[-len(parts) :], len(parts) if law == "mean" else 1
+        total, scale = sum(losses) / divisor, sum(map(abs, losses)) / divisor
         # Rounding may change half of the digits.
-        mean, rounding = sum(parts) / num, torch.finfo(whole.dtype).eps ** 0.5
-        if abs(mean - value) <= rounding * max(1.0, abs(mean), abs(value)):
+        if abs(total - value) <= torch.finfo(whole.dtype).eps ** 0.5 * max(1.0, scale, abs(value)):
             return
         self.finding = (
-            f"the loss is not a mean over samples: that of a batch is {value:.6g}, and the mean of those of its {num} parts "
-            f"{mean:.6g}. Ranks and micro-batches count alike, whatever they hold. For a mean over tokens pass "
-            "weight_func=lambda batch: the number of tokens that count, for a sum loss_reduction='sum', to auto_accelerate, and call "
-            "train_step; a loss over pairs of samples needs all of them on one rank"
+            f"the loss is not a {law} over samples: that of a batch is {value:.6g}, and the {law} of those of its {len(parts)} parts "
+            f"{total:.6g}. {WAYS_OUT[law]}"
         )
         warnings.warn(self.finding, stacklevel=2)
+
+
+def _without_graph(data: Any) -> Any:
+    # Each float needs a gradient: numbers without one are taken to be equal on all ranks beside divided weights.
+    return map_tensors(lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, data)
+
+
+def _parts_to_test(batch: Any, output: Any) -> list[Any]:
+    """Equal parts of a batch and its outputs. None of a single row, or where losses of parts prove nothing."""
+    sizes = batch_sizes((batch, output))
+    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    # Parts of divided outputs would be whole tensors, and non-finite outputs prove nothing.
+    if len(sizes) != 1 or not floats or any(type(tensor) is not torch.Tensor for tensor in floats):
+        return []
+    if not all(bool(tensor.isfinite().all()) for tensor in floats):
+        return []
+    (size,) = sizes
+    num = max(n for n in range(1, _MOST_PARTS + 1) if size % n == 0)
+    try:
+        return split_batch((batch, output), num) if num > 1 else []
+    except AtorchError:  # a list of another length, or an object without known parts
+        return []
+
+
+WAYS_OUT: Final[Mapping[Reduction, str]] = {
+    "mean": "Ranks and micro-batches count alike, whatever they hold. For a mean over tokens pass weight_func=lambda batch: the number "
+    "of tokens that count, for a sum loss_reduction='sum', to auto_accelerate, and call train_step; a loss over pairs of "
+    "samples needs all of them on one rank",
+    "sum": "The losses of ranks and micro-batches are added up, so a term that does not depend on samples, such as a penalty on "
+    "weights, counts once for each. Multiply it by the batch's share of the samples of a step; for a mean leave out "
+    "loss_reduction or pass weight_func instead; a loss over pairs of samples needs all of them on one rank",
+}
+"""What to do about a loss that is not the mean or sum over samples that a step takes it for."""
 
 
 class RowCheck:
@@ -430,35 +465,63 @@ def is_power_of_ten(number: int) -> bool:
     return str(number).strip("0") == "1"
 
 
-def _is_without_state(value: Any, callers: frozenset[Any] = frozenset()) -> bool:
-    # Values that a call cannot change; anything unknown counts as changeable.
-    if any(value is plain for plain in _PLAIN) or isinstance(
-        value, (int, float, str, bytes, torch.dtype, torch.device, ModuleType, BuiltinFunctionType)
-    ):
-        return True
-    if isinstance(value, (type, nn.Module, torch.Tensor)):
-        return isinstance(value, torch.Tensor) or (
-            value if isinstance(value, type) else type(value)
-        ).__module__.startswith("torch")
-    if isinstance(value, tuple):
-        return all(_is_without_state(item, callers) for item in value)
-    if not isinstance(value, FunctionType) or value.__module__.startswith("torch"):
-        return isinstance(value, FunctionType)
-    if value in callers:  # recursion
-        return True
-    cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    reads: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    # Variables read by the function and its inner functions, and whether they write outside.
-    for code in nested_codes(value.__code__):
+def _is_without_state(loss_func: Any) -> bool:
+    # Whether a call can change nothing that outlives it; anything unknown counts as changeable.
+    values, functions = [loss_func], set[FunctionType]()
+    kinds, names = set[type](), set[str]()
+    for value in values:  # values grows while it is walked
+        if isinstance(value, FunctionType) and value not in functions:
+            functions.add(value)
+            reads = _reads_of(value)
+            if reads is None:
+                return False
+            values += reads[0]
+            names |= reads[1]
+        elif isinstance(value, nn.Module):  # only its methods: a test refuses its passes
+            kinds.update(kind for module in value.modules() for kind in _user_classes(module))
+        elif isinstance(value, tuple):
+            values += value
+        elif not isinstance(value, _CONSTANTS) and not (isinstance(value, type) and _is_foreign(value)):
+            return False
+        methods = [vars(kind)[name] for kind in kinds for name in names & vars(kind).keys()]
+        values += [item for item in methods if isinstance(item, FunctionType) and item not in functions]
+    return True
+
+
+def _reads_of(function: FunctionType) -> tuple[list[Any], set[str]] | None:
+    """Variables that a function reads, and names of attributes; ``None`` if it writes outside of itself."""
+    if function.__module__.startswith("torch"):
+        return [], set()
+    reads: list[Any] = [cell.cell_contents for cell in function.__closure__ or ()]
+    reads += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    names: set[str] = set()
+    for code in nested_codes(function.__code__):
+        names.update(code.co_names)
         for step in dis.get_instructions(code):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR"):
-                return False
+                return None
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                reads.append(value.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
-    return all(_is_without_state(item, callers | {value}) for item in reads)
+                reads.append(function.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
+    return reads, names
 
 
-_PLAIN: Final = (None, Ellipsis, NotImplemented)
+def _user_classes(value: Any) -> list[type]:
+    return [kind for kind in type(value).__mro__ if not _is_foreign(kind)]
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.startswith(("torch", "builtins"))
+
+
+def _refuse_pass(module: nn.Module, _: Any) -> None:
+    if _user_classes(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise RuntimeError(f"a pass of {type(module).__name__} may change more than its output")
+
+
+_CONSTANTS: Final = (
+    *(NoneType, EllipsisType, NotImplementedType, int, float, str, bytes, torch.dtype, torch.device),
+    *(torch.Tensor, ModuleType, BuiltinFunctionType, FunctionType),
+)
 _MOST_PARTS: Final = 16
 """Maximum number of parts for testing a batch. Smaller parts differ more in what the loss counts."""
 

@@ -59,10 +59,9 @@ class PeakMemory:
 def state_bytes(result: Result) -> StateBytes:
     """Memory that a job holds. Call it after a step, before gradients are cleared."""
     parameters = list(result.model.parameters())
-    targets = (
-        [] if result.optim is None else [p for group in result.optim.param_groups for p in group["params"]]
-    )
-    states = [] if result.optim is None else _state_tensors(result.optim)
+    optim = None if result.optim is None else inner_optimizer(result.optim)
+    targets = [] if optim is None else [p for group in optim.param_groups for p in group["params"]]
+    states = [] if optim is None else _state_tensors(optim)
     weights = _storage_bytes(parameters)
     gradients = _storage_bytes(tensor.grad for tensor in (*parameters, *targets) if tensor.grad is not None)
     # Masters are updated instead of parameters, as are flat partitions with memory of their own.
@@ -76,7 +75,6 @@ def state_bytes(result: Result) -> StateBytes:
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    optimizer = inner_optimizer(optimizer)
     optimizer = getattr(optimizer, "optim", optimizer)  # optimizers that wrap the one of this rank's part
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]

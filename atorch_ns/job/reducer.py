@@ -344,7 +344,7 @@ class GradientReducer:
                 "a gradient reducer takes no sparse gradients: make the embedding with sparse=False, or choose "
                 "('ddp', {'reducer': 'torch'})."
             )
-        elif gradient.dtype != view.dtype:
+        elif parameter.dtype != view.dtype:  # a gradient that was prepared for a master is in fp32
             raise StepError(
                 f"gradients are in {gradient.dtype}, but were in {view.dtype} when the strategy was applied: the model was "
                 "converted afterwards. Convert it before the call, or use the method half."

@@ -259,7 +259,7 @@ class Result(_Fields):
         return self.train_step.clip_grad_norm_(max_norm, norm_type)
 
     def prepare_gradients(self) -> None:
-        """Completes and unscales the gradients in ``optim.param_groups``, for a loop that changes them.
+        """Completes and unscales the gradients, of masters in fp32, for a loop that reads or changes them.
 
         Call it after the last backward pass of a step. Collective.
         """

@@ -73,10 +73,10 @@ class SamePlace:
         self._thread = threading.get_ident()  # the training thread
         self._module = 0  # id of the model
         self._num_updates = 0
-        self._calls = {0: ""}  # letters of the calls after each update
+        self._calls: dict[int, list[str]] = {0: []}  # after each update; lists are replaced, not changed
         self._beats: dict[int, int] = {}  # last beat seen, by rank
         self._meetings = Counter[str]()
-        self._last_meetings: dict[str, int] = {}  # update of the last meeting, by letter
+        self._last_meetings: dict[str, int] = {}  # update of the last call that may meet
         self._is_trained: list[bool] = []
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -95,14 +95,14 @@ class SamePlace:
         with suppress(RuntimeError):  # no thread available: nothing else depends on it
             threading.Thread(target=self._watch_thread, daemon=True, name="atorch_ns same place").start()
 
-    def _add_call(self, letter: str) -> None:
+    def _add_call(self, call: str) -> None:
         calls = self._calls[self._num_updates]
         if len(calls) < _MOST_CALLS:
-            self._calls[self._num_updates] = calls + letter
+            self._calls[self._num_updates] = [*calls, call]
 
     def _before_gathering(self, mesh: DeviceMesh) -> None:
-        if set(self._together or range(self._num_ranks)) <= set(mesh.mesh.flatten().tolist()):
-            self._add_call("R")
+        if set(self._evaluating) <= set(mesh.mesh.flatten().tolist()):
+            self.meet_sometimes("R")
 
     def _before_forward(self, parameters: Sequence[nn.Parameter], module: nn.Module, _: Any) -> None:
         # Skip copies, which have the same hooks, and recomputed blocks.
@@ -112,23 +112,36 @@ class SamePlace:
         if torch.is_grad_enabled():
             before, self._is_trained = self._is_trained, [parameter.requires_grad for parameter in parameters]
             if self._is_trained != before:
-                self._meet_sometimes("T")
+                self.meet_sometimes("T")
             self._add_call("F")
-        elif self._evaluating and not self._calls[self._num_updates].endswith("E"):
-            self._meet_sometimes("E")
+        else:
+            self.meet_sometimes("E")
 
-    def _meet_sometimes(self, letter: str) -> None:
-        distance = self._num_updates - self._last_meetings.get(letter, -_FEW_UPDATES)
-        self._last_meetings[letter] = self._num_updates
-        if self._meetings[letter] < _FEW_MEETINGS or distance >= _FEW_UPDATES:
-            self.meet(letter, self._evaluating)
+    def meet_sometimes(self, call: str) -> None:
+        """Notes a call of ranks that share passes, and meets for the first ones and after updates without one.
 
-    def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
-        """Waits until ``ranks``, or all, make the call of a letter. :class:`RankError` if one never comes."""
-        self._add_call(letter)
-        self._meetings[letter] += 1
-        number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
-        store, key = default_store(), f"atorch_ns/meetings/{self._name}/{letter}/{min(ranks, default='')}"
+        Different calls exchange tensors of different sizes, which ends ranks before the thread can compare
+        them. Equal calls in a row meet once.
+
+        Args:
+            call: a letter of a call, or words for it.
+        """
+        if not self._evaluating:
+            return
+        distance = self._num_updates - self._last_meetings.get(call, -_FEW_UPDATES)
+        self._last_meetings[call] = self._num_updates
+        is_repeated = self._calls[self._num_updates][-1:] == [call]
+        if not is_repeated and (self._meetings[call] < _FEW_MEETINGS or distance >= _FEW_UPDATES):
+            self.meet(call, self._evaluating)
+        else:
+            self._add_call(call)
+
+    def meet(self, call: str, ranks: Sequence[int] = ()) -> None:
+        """Waits until ``ranks``, or all, make a call. :class:`RankError` if one never comes."""
+        self._add_call(call)
+        self._meetings[call] += 1
+        number, num_ranks = self._meetings[call], len(ranks) or self._num_ranks
+        store, key = default_store(), f"atorch_ns/meetings/{self._name}/{call}/{min(ranks, default='')}"
         if store.check(
             [self._store_key("ended")]
         ):  # another rank has ended, and its call would count as made
@@ -144,7 +157,7 @@ class SamePlace:
                     self._end_process(store.get(self._store_key("ended")).decode())
                 if time.monotonic() > end:
                     why = (
-                        f"rank {self._rank} has waited {store.timeout} for the others to call {_in_words(letter)}: they "
+                        f"rank {self._rank} has waited {store.timeout} for the others to call {_in_words([call])}: they "
                         "have ended, or do something else. Call it on every rank; give init_process_group a longer "
                         "timeout if one needs more time."
                     )
@@ -157,12 +170,12 @@ class SamePlace:
 
     def _after_update(self, *_: object) -> None:
         number = self._num_updates + 1
-        self._calls[number] = ""  # before the number, which the thread reads
+        self._calls[number] = []  # before the number, which the thread reads
         self._num_updates = number
         self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
 
     def _watch_thread(self) -> None:
-        position: tuple[Any, dict[int, str]] = None, {}
+        position: tuple[Any, dict[int, list[str]]] = None, {}
         since, beat = 0.0, 0
         while True:
             time.sleep(_POLL_S)
@@ -175,8 +188,8 @@ class SamePlace:
                 continue
             beat += 1  # shows that a report is new
             last = max(calls)
-            if is_stuck and is_backward and not calls[last].endswith("B"):
-                calls = {**calls, last: calls[last] + "B"}  # it has not reached the hook yet
+            if is_stuck and is_backward and calls[last][-1:] != ["B"]:
+                calls = {**calls, last: [*calls[last], "B"]}  # it has not reached the hook yet
             try:
                 store = default_store()
                 report = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
@@ -222,17 +235,18 @@ class SamePlace:
         calls = report["calls"]
         all_wait = only_last and all(each["waits"] for each in (report, *others.values()))
         for rank, other in others.items():
-            theirs = {int(number): text for number, text in other["calls"].items()}
+            theirs = {int(number): names for number, names in other["calls"].items()}
             shared = sorted(calls.keys() & theirs.keys())
             for number in shared[-1:] if only_last else shared:
                 local, two = calls[number], theirs[number]
                 # Being behind is not an error, unless all ranks wait.
-                if local != two and (all_wait or not (local.startswith(two) or two.startswith(local))):
+                length = min(len(local), len(two))
+                if local != two and (all_wait or local[:length] != two[:length]):
                     self._end_process(
                         f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank "
                         f"{self._rank} has called {_in_words(local)}, and rank {rank} {_in_words(two)}. What one rank leaves out, "
-                        "such as the backward pass of a loss that is not finite, or calls alone, such as an evaluation, belongs "
-                        "to all: let them agree, by result.mean(loss) say, and write what one calls on all. This process ends.\n"
+                        "such as the backward pass of a loss that is not finite, or calls alone, such as an evaluation or a method of the model, "
+                        "belongs to all: let them agree, by result.mean(loss) say, and write what one calls on all. This process ends.\n"
                     )
 
     def _store_key(self, who: object) -> str:
@@ -246,8 +260,8 @@ class SamePlace:
         os._exit(1)
 
 
-def _in_words(calls: str) -> str:
+def _in_words(calls: Sequence[str]) -> str:
     names = {"F": "forward", "B": "backward", "U": "step", "E": "forward without gradients"}
     names["T"] = "a forward pass after freezing or thawing"
     names |= {"R": "a read of a divided tensor", "X": "an export of whole weights", "S": "checkpoint.save"}
-    return ", ".join(names[call] for call in calls[-8:]) or "nothing"
+    return ", ".join(names.get(call, call) for call in calls[-8:]) or "nothing"

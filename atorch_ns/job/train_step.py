@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -474,11 +473,11 @@ class TrainStep:
         self._check_same_batch(data)
         parts = job.step.micro_batches(data, uneven=uneven)
         weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
-        if weights is None and job.inputs.loss_reduction == "mean":
+        if job.step.loss_check is not None:
             # Only in steps 1, 10, 100, ..., since it calls the loss function again; one part proves nothing.
-            if job.step.mean_check is not None:
-                is_tested = is_power_of_ten(self.num_steps + 1) and len(parts) * job.num_data_ranks > 1
-                job.step.mean_check.num_left = math.inf if is_tested else 0
+            is_tested = is_power_of_ten(self.num_steps + 1) and len(parts) * job.num_data_ranks > 1
+            job.step.loss_check.law = job.inputs.loss_reduction if is_tested and weights is None else ""
+        if weights is None and job.inputs.loss_reduction == "mean":
             if not uneven:
                 if num_rows(data) == 0:
                     raise InputError(
@@ -516,8 +515,8 @@ class TrainStep:
         self, samples: Sequence[Any], *, functions: Mapping[str, Callable[..., Any] | None], **weights: Any
     ) -> StepWork:
         job = self._job
-        if job.step.mean_check is not None:
-            job.step.mean_check.num_left = 0
+        if job.step.loss_check is not None:
+            job.step.loss_check.law = ""
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
         batches, fields = weigh(
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights

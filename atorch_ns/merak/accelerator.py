@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply
 from torch import nn
 
 from atorch_ns.checkpoint.contents import capture_rng, restore_rng
@@ -54,7 +54,16 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates the tensors of all ranks that see different data along the first dimension."""
-        return _of_data_ranks(super().gather(tensor), self.state.num_processes)
+        tensors, num_processes = super().gather(tensor), self.state.num_processes
+        if not mpu.is_decided() or mpu.get_grid().get_dim("data") == num_processes:
+            return tensors  # each rank has samples of its own
+        ranks = _first_ranks()
+
+        def select(whole: torch.Tensor) -> torch.Tensor:
+            parts = whole.reshape(num_processes, -1, *whole.shape[1:])  # [process, sample, ...]
+            return parts[ranks].reshape(-1, *whole.shape[1:])
+
+        return recursively_apply(select, tensors)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like :meth:`gather`, without the samples that pad the last batch on all ranks."""
@@ -87,16 +96,6 @@ class DataDraws:
         finally:
             self._states = capture_rng(_CPU)
             restore_rng(backup, _CPU)
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader, drawn from this stream."""
-        batches, end = iter(loader), object()
-        while True:
-            with self.apart():
-                batch = next(batches, end)
-            if batch is end:
-                return
-            yield batch
 
 
 class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -145,20 +144,6 @@ def _first_ranks() -> list[int]:
     return [grid.get_rank(pipe=0, data=index, sequence=0, model=0) for index in range(grid.get_dim("data"))]
 
 
-def _of_data_ranks(tensors: Any, num_processes: int) -> Any:
-    if not mpu.is_decided() or mpu.get_grid().get_dim("data") == num_processes:
-        return tensors  # each rank has samples of its own
-    ranks = _first_ranks()
-
-    def select(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.reshape(num_processes, -1, *tensor.shape[1:])  # [process, sample, ...]
-        return parts[ranks].reshape(-1, *tensor.shape[1:])
-
-    from accelerate.utils import recursively_apply
-
-    return recursively_apply(select, tensors)
-
-
 class Batches:
     """A data loader with separate random numbers."""
 
@@ -166,7 +151,13 @@ class Batches:
         self._loader, self._draws = loader, draws
 
     def __iter__(self) -> Iterator[Any]:
-        return self._draws.batches(self._loader)
+        batches, end = iter(self._loader), object()
+        while True:
+            with self._draws.apart():
+                batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -40,6 +40,10 @@ USUAL_SAVE_STEPS: Final = 500
 """The default of ``save_steps`` in TrainingArguments."""
 
 
+def _define(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class MerakArguments(TrainingArguments):
     """Arguments of :class:`MerakTrainer`: transformers' own, and those for dividing and running the model.
@@ -50,156 +54,91 @@ class MerakArguments(TrainingArguments):
         InputError: naming every field with an invalid value.
     """
 
-    train_schedule: str = field(
-        default="1f1b",
-        metadata={
-            "help": "Schedule of the pipeline: 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, "
-            "shifted_critical_path, or any of pipeline_parallel's, such as interleaved_1f1b, zb1p, auto."
-        },
+    train_schedule: str = _define(
+        "1f1b",
+        "Schedule of the pipeline: 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, "
+        "shifted_critical_path, or any of pipeline_parallel's, such as interleaved_1f1b, zb1p, auto.",
     )
-    partition_method: str = field(
-        default="uniform",
-        metadata={
-            "help": "How shards are divided over stages: uniform, uniform_floor, parameters, custom, auto (by time)."
-        },
+    partition_method: str = _define(
+        "uniform",
+        "How shards are divided over stages: uniform, uniform_floor, parameters, custom, auto (by time).",
     )
-    split_method: str = field(
-        default="farthest_min_deps",
-        metadata={"help": "How shards are formed: farthest_min_deps, nearest_min_deps, layer_split."},
+    split_method: str = _define(
+        "farthest_min_deps", "How shards are formed: farthest_min_deps, nearest_min_deps, layer_split."
     )
-    custom_split_points: list[str] | None = field(
-        default=None, metadata={"help": "Modules that begin a shard, for layer_split."}
+    custom_split_points: list[str] | None = _define(None, "Modules that begin a shard, for layer_split.")  # noqa: RUF009
+    trace_method: str | None = _define("fx", f"Not needed: {_NO_USE['trace_method']}.")
+    trace_model: str = _define("", f"Not needed: {_NO_USE['trace_model']}.")
+    init_method_std: float = _define(0.02, f"Not needed: {_NO_USE['init_method_std']}.")
+    activation_checkpointing: bool = _define(True, "Recompute the blocks' activations in the backward pass.")
+    checkpoint_num_layers: int = _define(
+        1, "Neighbouring blocks that are recomputed as one; 0 for no recomputation."
     )
-    trace_method: str | None = field(
-        default="fx", metadata={"help": f"Not needed: {_NO_USE['trace_method']}."}
+    input_names: list[str] | None = _define(None, f"Not needed: {_NO_USE['input_names']}.")  # noqa: RUF009
+    num_layers: int | None = _define(None, "Blocks of the model, checked against its config.")
+    seq_length: int | None = _define(None, "Longest sequence of the model, checked against its config.")
+    num_heads: int | None = _define(None, "Heads of attention, checked against the config.")
+    wall_clock_breakdown: bool = _define(
+        False, "Time the passes of each rank, and log them as a table and a timeline."
     )
-    trace_model: str = field(default="", metadata={"help": f"Not needed: {_NO_USE['trace_model']}."})
-    init_method_std: float = field(
-        default=0.02, metadata={"help": f"Not needed: {_NO_USE['init_method_std']}."}
+    shard_count: int | None = _define(
+        None, "Shards of farthest_min_deps; twice the number of blocks if unset."
     )
-    activation_checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute the blocks' activations in the backward pass."}
+    prescale_gradients: bool = _define(False, "Divide gradients before they are summed over data ranks.")
+    gradient_predivide_factor: float = _define(
+        1.0, "What prescale_gradients divides by first; the rest is divided afterwards."
     )
-    checkpoint_num_layers: int = field(
-        default=1,
-        metadata={"help": "Neighbouring blocks that are recomputed as one; 0 for no recomputation."},
+    zero_allow_untested_optimizer: bool = _define(
+        False, "Use an optimizer that a test on small parameters found to differ when they are sharded."
     )
-    input_names: list[str] | None = field(
-        default=None, metadata={"help": f"Not needed: {_NO_USE['input_names']}."}
+    zero_stage: int = _define(1, "What data ranks shard: 0 nothing, 1, 2, 3.")
+    zero_allgather_bucket_size: float = _define(
+        5e8, "Most elements of parameters that are gathered at a time."
     )
-    num_layers: int | None = field(
-        default=None, metadata={"help": "Blocks of the model, checked against its config."}
+    zero_reduce_bucket_size: float = _define(5e8, "Most elements of gradients that are reduced at a time.")
+    save: bool = _define(False, "Save checkpoints, every save_steps by default.")
+    finetune: bool = _define(False, "Take the weights alone from a checkpoint, and begin at step 0.")
+    no_save_rng: bool = _define(False, "Leave random states out of checkpoints.")
+    no_save_optim: bool = _define(False, "Leave the optimizer's states out of checkpoints.")
+    no_load_rng: bool = _define(False, "Do not load random states.")
+    no_load_optim: bool = _define(False, "Do not load the optimizer's states.")
+    split_inputs: bool = _define(False, f"Not needed: {_NO_USE['split_inputs']}.")
+    parallel_vocab: bool = _define(False, "Divide the embedding of the vocabulary and the head under tp.")
+    sequence_parallel: bool = _define(
+        False, "Divide the sequence between divided layers, over the ranks of tp."
     )
-    seq_length: int | None = field(
-        default=None, metadata={"help": "Longest sequence of the model, checked against its config."}
+    sequence_dim: int = _define(1, "The dimension of the sequence in hidden states.")
+    dealloc_pipeoutput: bool = _define(False, f"Not needed: {_NO_USE['dealloc_pipeoutput']}.")
+    activation_checkpoint_ratio: list[str] | None = _define(  # noqa: RUF009
+        None,
+        "Share of blocks that is recomputed: that of the first stage, from which Merak's formula gives the "
+        "others, or one for each stage.",
     )
-    num_heads: int | None = field(
-        default=None, metadata={"help": "Heads of attention, checked against the config."}
+    tp_overlapping_level: int = _define(
+        0, "Overlap reductions under tp with matrix products: 0 not, 1 inside layers; 2 and 3 run as 1."
     )
-    wall_clock_breakdown: bool = field(
-        default=False,
-        metadata={"help": "Time the passes of each rank, and log them as a table and a timeline."},
+    loss_scale: float = _define(0.0, "Loss scale of fp16; 0 for a dynamic one.")
+    initial_scale_power: int = _define(32, "The first dynamic loss scale is 2 to this power.")
+    loss_scale_window: int = _define(1000, "Steps without overflow after which the scale doubles.")
+    hysteresis: int = _define(2, "Overflows after which the scale is halved.")
+    min_loss_scale: int = _define(1, "The least dynamic loss scale.")
+    custom_partition: list[str] | None = _define(  # noqa: RUF009
+        None, "For partition_method custom: the first shard of each stage, then the number of shards."
     )
-    shard_count: int | None = field(
-        default=None, metadata={"help": "Shards of farthest_min_deps; twice the number of blocks if unset."}
+    no_tie_modules: bool = _define(False, "Train tied weights as weights of their own.")
+    save_strategy: str = _define(
+        "no", "When checkpoints are saved: no (steps with save), steps, epoch, best."
     )
-    prescale_gradients: bool = field(
-        default=False, metadata={"help": "Divide gradients before they are summed over data ranks."}
+    save_total_limit: int | None = _define(-1, "Most checkpoints that are kept; -1 for all.")
+    eval_iters: int | None = _define(None, "Most batches of an evaluation.")
+    text_generation: bool = _define(False, "Generate text by trainer.generate; needs no data.")
+    out_seq_length: int = _define(1024, "Longest text that is generated, prompt included.")
+    temperature: float = _define(0.9, "Temperature of sampling; 0 takes the likeliest.")
+    strategy_file: str | None = _define(
+        None, "Strategy file of any front end, in the place of degrees and of fields about the division."
     )
-    gradient_predivide_factor: float = field(
-        default=1.0,
-        metadata={"help": "What prescale_gradients divides by first; the rest is divided afterwards."},
-    )
-    zero_allow_untested_optimizer: bool = field(
-        default=False,
-        metadata={
-            "help": "Use an optimizer that a test on small parameters found to differ when they are sharded."
-        },
-    )
-    zero_stage: int = field(default=1, metadata={"help": "What data ranks shard: 0 nothing, 1, 2, 3."})
-    zero_allgather_bucket_size: float = field(
-        default=5e8, metadata={"help": "Most elements of parameters that are gathered at a time."}
-    )
-    zero_reduce_bucket_size: float = field(
-        default=5e8, metadata={"help": "Most elements of gradients that are reduced at a time."}
-    )
-    save: bool = field(default=False, metadata={"help": "Save checkpoints, every save_steps by default."})
-    finetune: bool = field(
-        default=False, metadata={"help": "Take the weights alone from a checkpoint, and begin at step 0."}
-    )
-    no_save_rng: bool = field(default=False, metadata={"help": "Leave random states out of checkpoints."})
-    no_save_optim: bool = field(
-        default=False, metadata={"help": "Leave the optimizer's states out of checkpoints."}
-    )
-    no_load_rng: bool = field(default=False, metadata={"help": "Do not load random states."})
-    no_load_optim: bool = field(default=False, metadata={"help": "Do not load the optimizer's states."})
-    split_inputs: bool = field(default=False, metadata={"help": f"Not needed: {_NO_USE['split_inputs']}."})
-    parallel_vocab: bool = field(
-        default=False, metadata={"help": "Divide the embedding of the vocabulary and the head under tp."}
-    )
-    sequence_parallel: bool = field(
-        default=False, metadata={"help": "Divide the sequence between divided layers, over the ranks of tp."}
-    )
-    sequence_dim: int = field(default=1, metadata={"help": "The dimension of the sequence in hidden states."})
-    dealloc_pipeoutput: bool = field(
-        default=False, metadata={"help": f"Not needed: {_NO_USE['dealloc_pipeoutput']}."}
-    )
-    activation_checkpoint_ratio: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Share of blocks that is recomputed: that of the first stage, from which Merak's formula gives the "
-            "others, or one for each stage."
-        },
-    )
-    tp_overlapping_level: int = field(
-        default=0,
-        metadata={
-            "help": "Overlap reductions under tp with matrix products: 0 not, 1 inside layers; 2 and 3 run as 1."
-        },
-    )
-    loss_scale: float = field(default=0.0, metadata={"help": "Loss scale of fp16; 0 for a dynamic one."})
-    initial_scale_power: int = field(
-        default=32, metadata={"help": "The first dynamic loss scale is 2 to this power."}
-    )
-    loss_scale_window: int = field(
-        default=1000, metadata={"help": "Steps without overflow after which the scale doubles."}
-    )
-    hysteresis: int = field(default=2, metadata={"help": "Overflows after which the scale is halved."})
-    min_loss_scale: int = field(default=1, metadata={"help": "The least dynamic loss scale."})
-    custom_partition: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "For partition_method custom: the first shard of each stage, then the number of shards."
-        },
-    )
-    no_tie_modules: bool = field(
-        default=False, metadata={"help": "Train tied weights as weights of their own."}
-    )
-    save_strategy: str = field(
-        default="no",
-        metadata={"help": "When checkpoints are saved: no (steps with save), steps, epoch, best."},
-    )
-    save_total_limit: int | None = field(
-        default=-1, metadata={"help": "Most checkpoints that are kept; -1 for all."}
-    )
-    eval_iters: int | None = field(default=None, metadata={"help": "Most batches of an evaluation."})
-    text_generation: bool = field(
-        default=False, metadata={"help": "Generate text by trainer.generate; needs no data."}
-    )
-    out_seq_length: int = field(
-        default=1024, metadata={"help": "Longest text that is generated, prompt included."}
-    )
-    temperature: float = field(
-        default=0.9, metadata={"help": "Temperature of sampling; 0 takes the likeliest."}
-    )
-    strategy_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "Strategy file of any front end, in the place of degrees and of fields about the division."
-        },
-    )
-    lora_config: str | None = field(default=None, metadata={"help": "JSON file of peft's LoraConfig."})
-    adapter_name: str = field(default="default", metadata={"help": "Name of the adapter."})
+    lora_config: str | None = _define(None, "JSON file of peft's LoraConfig.")
+    adapter_name: str = _define("default", "Name of the adapter.")
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -302,8 +241,7 @@ class MerakArguments(TrainingArguments):
                 f"activation_checkpoint_ratio={self.activation_checkpoint_ratio!r}: numbers from 0 to 1"
             )
         try:
-            is_custom = self.partition_method == "custom"
-            if is_custom != bool(self.partition):
+            if (self.partition_method == "custom") != bool(self.partition):
                 problems.append("custom_partition: it and partition_method='custom' need each other")
         except (TypeError, ValueError):
             problems.append(f"custom_partition={self.custom_partition!r}: numbers such as 0,6,12")

@@ -48,14 +48,13 @@ def own_loss(batch: Any, output: Any) -> torch.Tensor:
     Raises:
         InputError: if there is none.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+    loss: torch.Tensor | None = output.get("loss") if isinstance(output, Mapping) else output[0]
     if loss is None:
         raise InputError(
             "a search for degrees trains on the model's own loss, but its outputs have no loss: give labels in the batch, or "
             "name dp, tp and pp in init."
         )
-    tensor: torch.Tensor = loss
-    return tensor
+    return loss
 
 
 def search(

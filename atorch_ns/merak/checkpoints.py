@@ -66,7 +66,9 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
 
     path, saved_class = cluster.on_first(look, what="looking for the checkpoint")
     if path is None:
-        load_weights(result, folder)
+        if cluster.rank == 0:
+            log.warning("%s holds only weights: the optimizer starts without states.", folder)
+        checkpoint.import_safetensors(result, folder)
         return None
     before = capture_rng(result.job.device, result.job.step.randomness)  # loading changes them
     scheduler = result.lr_scheduler
@@ -82,17 +84,6 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
     random = capture_rng(result.job.device, result.job.step.randomness)
     restore_rng(before, result.job.device, result.job.step.randomness)
     return random if ckpt["world_size"] == cluster.world_size else None
-
-
-def load_weights(result: Result, folder: str) -> None:
-    """Loads the weights in a folder of ``save_pretrained``. The optimizer starts anew. Collective.
-
-    Raises:
-        CheckpointError: if it has no weights of this model.
-    """
-    if result.job.cluster.rank == 0:
-        log.warning("%s holds only weights: the optimizer starts without states.", folder)
-    checkpoint.import_safetensors(result, folder)
 
 
 def _checkpoint_in(folder: str) -> Path | None:

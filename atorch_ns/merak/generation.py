@@ -46,7 +46,8 @@ def continued(
     open_ = {row for row, text in enumerate(texts) if len(text) < length}  # texts that still grow
     # One pass of all texts for each token; a text that has ended stays in the batch.
     while open_:
-        logits = _output_logits(forward(_pad_batch(texts, length, device)))
+        outputs = forward(_pad_batch(texts, length, device))
+        logits = outputs["logits"] if hasattr(outputs, "keys") else outputs[0]
         last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).float()  # [N, V]
         tokens = agree(_draw_tokens(last, temperature, top_p))  # all ranks append the same tokens
         for row in sorted(open_):
@@ -95,11 +96,6 @@ def _pad_batch(texts: list[list[int]], length: int, device: torch.device) -> dic
     }
 
 
-def _output_logits(outputs: Any) -> torch.Tensor:
-    logits: torch.Tensor = outputs["logits"] if hasattr(outputs, "keys") else outputs[0]
-    return logits
-
-
 def _draw_tokens(logits: torch.Tensor, temperature: float, top_p: float) -> list[int]:
     if temperature == 0:
         return [int(token) for token in logits.argmax(-1)]
@@ -113,8 +109,3 @@ def tokens_alone(tokens: list[int]) -> dict[str, torch.Tensor]:
     """A text as a batch."""
     ids = torch.tensor([tokens])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def run_model(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
-    """The outputs of a model for a batch."""
-    return model(**inputs)

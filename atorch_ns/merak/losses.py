@@ -17,9 +17,6 @@ from transformers import Trainer
 from atorch_ns.data import StepOutput
 from atorch_ns.errors import InputError
 
-ComputeLoss = Callable[..., Any]
-"""``Trainer.compute_loss``."""
-
 Sample = tuple[dict[str, Any], dict[str, Any] | None, Any]
 """The model's inputs, the batch (``None`` if no loss is wanted), and the number of items for the loss."""
 
@@ -77,30 +74,6 @@ def class_of(model: Any) -> str:
     return type(inner).__name__
 
 
-def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], num_items: Any) -> Sample:
-    """The model's inputs for a batch, and the data for its loss.
-
-    Raises:
-        InputError: if ``compute_loss`` calls no model.
-    """
-    try:
-        compute_loss(Probe(model), dict(batch), num_items_in_batch=num_items)
-    except _Called as called:
-        return called.inputs, dict(batch), num_items
-    raise InputError("compute_loss must call the given model; it returned a loss without calling it.")
-
-
-def loss_of(compute_loss: ComputeLoss, model: Any, sample: Sample, output: Any) -> torch.Tensor:
-    """The loss of one sample's output, or 0 if none is wanted."""
-    inputs, batch, num_items = sample
-    if batch is None:
-        return torch.zeros(())
-    loss: torch.Tensor = compute_loss(
-        Answer(model, inputs, output), dict(batch), num_items_in_batch=num_items
-    )
-    return loss
-
-
 class TrainerLoss:
     """The loss of a Trainer, for its job.
 
@@ -109,21 +82,32 @@ class TrainerLoss:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer  # whose compute_loss is typed to take a Module
         self.divides_by_items: bool | None = None
 
     def sample(self, batch: Mapping[str, Any], num_items: Any) -> Sample:
-        """The model's inputs for a batch, and the data for its loss."""
-        return sample_of(self._trainer.compute_loss, self._trainer.model, batch, num_items)
+        """The model's inputs for a batch, and the data for its loss.
+
+        Raises:
+            InputError: if ``compute_loss`` calls no model.
+        """
+        try:
+            self._trainer.compute_loss(Probe(self._trainer.model), dict(batch), num_items_in_batch=num_items)
+        except _Called as called:
+            return called.inputs, dict(batch), num_items
+        raise InputError("compute_loss must call the given model; it returned a loss without calling it.")
 
     def of(self, sample: Sample, output: Any) -> torch.Tensor:
-        """The loss of one sample's output.
+        """The loss of one sample's output, or 0 if none is wanted.
 
         A mean over the items of a micro-batch becomes its share of the mean over the whole step.
         """
-        loss = loss_of(self._trainer.compute_loss, self._trainer.model, sample, output)
-        _, batch, num_items = sample
-        if self.divides_by_items is not False or batch is None or num_items is None:
+        inputs, batch, num_items = sample
+        if batch is None:
+            return torch.zeros(())
+        answer = Answer(self._trainer.model, inputs, output)
+        loss: torch.Tensor = self._trainer.compute_loss(answer, dict(batch), num_items_in_batch=num_items)
+        if self.divides_by_items is not False or num_items is None:
             return loss
         share: torch.Tensor = loss * (self.count_items(batch) / num_items)
         return share

@@ -80,9 +80,7 @@ def set_tp_layer_lists(
     Raises:
         InputError: if an argument is not a list.
     """
-    name = (
-        model_class if isinstance(model_class, str) else "" if model_class is None else model_class.__name__
-    )
+    name = model_class if isinstance(model_class, str) else getattr(model_class, "__name__", "")
     arguments = {
         "col_para_list": col_para_list,
         "row_para_list": row_para_list,

@@ -39,7 +39,8 @@ def check_sizes(args: MerakArguments, model: nn.Module) -> None:
 
 
 def prepare_model(args: MerakArguments, model: nn.Module) -> nn.Module:
-    """The model for training."""
+    """The model for training, checked by :func:`check_sizes`."""
+    check_sizes(args, model)
     if args.no_tie_modules:
         untie(model)
     config = args.lora()
@@ -76,11 +77,7 @@ def structure_of_adapted(model: nn.Module) -> nn.Module | None:
     """A copy without memory of a model with adapters, for the paths in peft's files; ``None`` for others."""
     if not hasattr(model, "peft_config"):
         return None
-
-    def on_meta(_: str, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta")
-
-    return copy_structure(model, on_meta, {})
+    return copy_structure(model, lambda _, tensor: torch.empty_like(tensor, device="meta"), {})
 
 
 def untie(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Final, Literal, get_args
 
 import torch.distributed as dist
 
-from atorch_ns.cluster import Cluster, Mesh, agree, join_process_group
+from atorch_ns.cluster import Cluster, Mesh, join_process_group
 from atorch_ns.errors import InputError
 
 Degree = int | Literal["auto"] | None
@@ -170,12 +170,9 @@ def init(
     join_process_group(cluster)
     open_ = "auto" in degrees.values() or (cluster.world_size > 1 and not any(degrees.values()))
     if not open_:
-        agree(  # a wrong degree ends all ranks before groups are made
-            lambda: _axis_sizes(degrees, cluster.world_size),
-            what="laying out the ranks",
-            distributed=cluster.distributed,
-        )
-        decide(_axis_sizes(degrees, cluster.world_size), cluster)
+        # A wrong degree ends all ranks before groups are made.
+        sizes = cluster.agree(lambda: _axis_sizes(degrees, cluster.world_size), what="laying out the ranks")
+        decide(sizes, cluster)
     _WORLD.asked = degrees
 
 

@@ -32,7 +32,7 @@ from atorch_ns.merak.accelerator import (
 )
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import FoundDegrees, read_file, search
-from atorch_ns.merak.generation import continued, ends_of, run_model, tokens_alone, tokens_of
+from atorch_ns.merak.generation import continued, ends_of, tokens_alone, tokens_of
 from atorch_ns.merak.job import (
     arguments_of,
     build_job,
@@ -42,7 +42,7 @@ from atorch_ns.merak.job import (
     refuse_hooks,
 )
 from atorch_ns.merak.losses import Sample, TrainerLoss, class_of, flat_loss
-from atorch_ns.merak.models import check_sizes, prepare_model, structure_of_adapted
+from atorch_ns.merak.models import prepare_model, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
 from atorch_ns.text import error_text, with_article
@@ -98,7 +98,6 @@ class MerakTrainer(Trainer):
         self._random: dict[str, torch.Tensor] | None = None  # random states to go on with
         self._draws: DataDraws | None = None
         if model is not None:
-            check_sizes(args, model)
             model = prepare_model(args, model)
         super().__init__(model, args, *positional, **others)
         args._n_gpu = min(args._n_gpu, 1)  # several would mean nn.DataParallel
@@ -123,9 +122,7 @@ class MerakTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model of ``model_init``, checked and given adapters like a given model."""
-        model = super().call_model_init(trial)
-        check_sizes(self.args, model)
-        return prepare_model(self.args, model)
+        return prepare_model(self.args, super().call_model_init(trial))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -163,10 +160,7 @@ class MerakTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Number of samples of a step over all ranks."""
-        total: int = (
-            self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
-        )
-        return total
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def train(
         self,
@@ -199,7 +193,7 @@ class MerakTrainer(Trainer):
         self._waiting = []
         if self._goes_on_from is not None:
             kwargs["resume_from_checkpoint"] = self._goes_on_from
-        with self._ensure_job(self._train_sample).train_step.sharing_failures():
+        with self._ensure_job(partial(_draw_batch, self.get_train_dataloader)).train_step.sharing_failures():
             return super()._inner_training_loop(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -217,10 +211,6 @@ class MerakTrainer(Trainer):
                 "use 'group_by_length'."
             )
         return super()._get_train_sampler(train_dataset)
-
-    def _train_sample(self) -> Mapping[str, Any]:
-        with random_states_kept():
-            return next(iter(self.get_train_dataloader()))
 
     def _ensure_job(self, batch_of: Callable[[], Mapping[str, Any]]) -> Result:
         """The job of the current model, created at its first use. Collective."""
@@ -240,9 +230,8 @@ class MerakTrainer(Trainer):
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
         choice = self._find_strategy(cluster, sample)
-        read = partial(
-            strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules, recomputes=self._recomputes
-        )
+        arguments = (self.args, mpu.get_grid(), self.model)
+        read = partial(strategy_of, *arguments, self.leaf_modules, recomputes=self._recomputes)
         strategy = cluster.agree(read, what="reading the arguments")
         self._structure = structure_of_adapted(self.model)
         self._result = build_job(
@@ -250,7 +239,7 @@ class MerakTrainer(Trainer):
             strategy if choice is None else choice.strategy,
             self._loss.of,
             sample,
-            notes=notes_of(self.args, mpu.get_grid(), self.model, recomputes=self._recomputes),
+            notes=notes_of(*arguments, recomputes=self._recomputes),
             outcome=None if choice is None else choice.outcome,
             optimizer_is_trusted=self.args.zero_allow_untested_optimizer,
         )
@@ -432,12 +421,7 @@ class MerakTrainer(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Like ``Trainer.evaluation_loop``, on all ranks together."""
-
-        def first() -> Mapping[str, Any]:
-            with random_states_kept():
-                return next(iter(dataloader))
-
-        result = self._ensure_job(first)
+        result = self._ensure_job(partial(_draw_batch, lambda: dataloader))
         batches: Any = dataloader if self._draws is None else Batches(dataloader, self._draws)
         with result.train_step.sharing_failures():
             return super().evaluation_loop(batches, *args, **kwargs)
@@ -547,9 +531,10 @@ class MerakTrainer(Trainer):
             out_seq_length or self.args.out_seq_length,
             getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize,
         )
-        assert self._distributed_model is not None
+        model = self._distributed_model
+        assert model is not None
         texts = continued(
-            partial(run_model, self._distributed_model),
+            lambda batch: model(**batch),
             tokens,
             length=longest,
             temperature=warmth,
@@ -559,3 +544,8 @@ class MerakTrainer(Trainer):
         )
         as_text = isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
         return [self.processing_class.decode(text) for text in texts] if as_text else texts
+
+
+def _draw_batch(make_loader: Callable[[], Any]) -> Mapping[str, Any]:
+    with random_states_kept():
+        return next(iter(make_loader()))

@@ -62,6 +62,7 @@ def named_as_here(methods: Iterable[Chosen], profile: Profile) -> tuple[list[Cho
     results: list[Chosen] = []
     notes: list[Note] = []
     for item in methods:
+        name = item.method.name
         changes: dict[str, tuple[str, ...]] = {}
         for key in selector_keys(type(item.config)):
             old = getattr(item.config, key) or ()
@@ -70,11 +71,7 @@ def named_as_here(methods: Iterable[Chosen], profile: Profile) -> tuple[list[Cho
                 continue
             changes[key] = new
             notes += [
-                Note(
-                    "fitted",
-                    item.method.name,
-                    f"{item.method.name}.{key}: {_renaming_text(before, after, profile)}",
-                )
+                Note("fitted", name, f"{name}.{key}: {_renaming_text(before, after, profile)}")
                 for before, after in zip(old, new, strict=True)
                 if before != after and profile.unmatched([before])
             ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -51,9 +52,7 @@ def expand(
         try:
             expansion = item.method.expand(item.config, fold_plan(ordered(others)), cluster)
         except StrategyError as error:
-            problems += [
-                replace(problem, method=problem.method or item.method.name) for problem in error.problems
-            ]
+            problems += [replace(each, method=each.method or item.method.name) for each in error.problems]
             continue
         if expansion is None:
             result.append(item)
@@ -68,9 +67,7 @@ def expand(
 def _given_twice(item: Chosen, choices: list[Chosen], *, beside: list[Chosen]) -> list[Problem]:
     names = {other.method.name for other in beside}
     text = f"given twice, as a method of its own and by {item.method.name}. Configure it in one of the two places"
-    return [
-        Problem(message=text, method=choice.method.name) for choice in choices if choice.method.name in names
-    ]
+    return [Problem(message=text, method=each.method.name) for each in choices if each.method.name in names]
 
 
 def _expansion_notes(item: Chosen, choices: list[Chosen], expansion: Expansion) -> list[Note]:
@@ -164,9 +161,8 @@ def _leave_out(choices: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], l
             reason = "there is one process and no process group; start it with torchrun to use it"
         if reason is None:
             usable.append(item)
-            notes += [
-                Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)
-            ]
+            notices = item.method.notices(item.config, cluster)
+            notes += [Note("left out", item.method.name, text) for text in notices]
         else:
             left_out.append(item)
             text = f"{item.method.name} is left out: {reason.rstrip('.')}. The strategy keeps it, for where it can be used"
@@ -224,12 +220,10 @@ def _unfilled_needs(choices: list[Chosen], cluster: Cluster) -> list[Need]:
 
 def _find_clashes(choices: list[Chosen]) -> list[Problem]:
     problems: list[Problem] = []
-    for position, first in enumerate(choices):
-        for second in choices[position + 1 :]:
-            reason = clash(first, second)
-            if reason is not None:
-                names = f"{first.method.name} and {second.method.name}"
-                problems.append(Problem(message=f"{names} cannot be combined: {reason}"))
+    for first, second in combinations(choices, 2):
+        if (reason := clash(first, second)) is not None:
+            names = f"{first.method.name} and {second.method.name}"
+            problems.append(Problem(message=f"{names} cannot be combined: {reason}"))
     return problems
 
 
@@ -282,8 +276,7 @@ def composition(registry: Registry) -> Composition:
             entries.append((f"{method.name} ({label})", Chosen(method, method.Config.model_validate(config))))
     pairings = [
         Pairing(first, second, clash(choice, other))
-        for position, (first, choice) in enumerate(entries)
-        for second, other in entries[position + 1 :]
+        for (first, choice), (second, other) in combinations(entries, 2)
         if choice.method is not other.method
     ]
     return Composition(tuple(name for name, _ in entries), tuple(pairings))

@@ -130,19 +130,15 @@ def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, regi
     setup = prepare_small(inputs, cluster, strategy, registry, rows=1)
     assert not isinstance(setup, str)
     whole = copy.deepcopy(setup.inputs.model)  # a copy, since training uses the model up
+    small = replace(setup.inputs, sample_batch=setup.batches[0][0])
     result = judged_job(
-        replace(setup.inputs, sample_batch=setup.batches[0][0]),
-        cluster,
-        setup.resolved,
-        learning_rate=setup.learning_rate,
-        training=setup.training,
+        small, cluster, setup.resolved, learning_rate=setup.learning_rate, training=setup.training
     )
     batch = setup.batches[0][part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]]
     parts = result.job.parts
     # Experts are called with the samples of all ranks, so they cannot be compared.
-    alone = {
-        id(inside) for experts in (*parts.experts, *parts.listed_experts) for inside in experts.modules()
-    }
+    experts = (*parts.experts, *parts.listed_experts)
+    alone = {id(inside) for each in experts for inside in each.modules()}
     with _record_results(result.job.module, alone) as results:
         train_step(result, batch)
     reference = _reference_results(whole, setup, result, batch)

@@ -70,13 +70,9 @@ class ProbeResult:
         """The result in a few words with its numbers."""
         if not self.ran:
             return self.reason
-        worst = (
-            f"{self.worst_parameter} is off by {self.worst_error:.1e} of its update"
-            if self.worst_parameter
-            else ""
-        )
+        worst = f"{self.worst_parameter} is off by {self.worst_error:.1e} of its update"
         summary = f"{worst} ({self.tolerance:.1e} allowed); {self.num_judged} of {self.num_parameters} parameters judged"
-        parts = (self.reason, summary if worst else "", self.caution, *self.notes)
+        parts = (self.reason, summary if self.worst_parameter else "", self.caution, *self.notes)
         return "; ".join(part for part in parts if part)
 
 
@@ -141,13 +137,9 @@ def prepare_small(
 
 def run_small(setup: Prepared, cluster: Cluster) -> StrategyRun:
     """Trains the small job under its strategy. Collective."""
+    rate, training = setup.learning_rate, setup.training
     return run_strategy(
-        setup.inputs,
-        cluster,
-        setup.resolved,
-        setup.batches,
-        learning_rate=setup.learning_rate,
-        training=setup.training,
+        setup.inputs, cluster, setup.resolved, setup.batches, learning_rate=rate, training=training
     )
 
 

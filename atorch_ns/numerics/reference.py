@@ -96,9 +96,8 @@ class RoundsTo16Bits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if not self.has_rounded:
-            self.has_rounded = any(
-                tensor.is_floating_point() and tensor.itemsize <= 2 for tensor in tensors_of(output)
-            )
+            floating = (tensor for tensor in tensors_of(output) if tensor.is_floating_point())
+            self.has_rounded = any(tensor.itemsize <= 2 for tensor in floating)
         return output
 
 
@@ -153,18 +152,11 @@ def run_reference(
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        weighted_parts = list(zip(batch, weights, strict=True))
-        losses.append(
-            _add_gradients(
-                model,
-                inputs,
-                weighted_parts,
-                num_micro_batches,
-                device=device,
-                dtype=compute_dtype,
-                num_ranks=len(parts),
-            )
+        pairs = list(zip(batch, weights, strict=True))
+        loss = _add_gradients(
+            model, inputs, pairs, num_micro_batches, device=device, dtype=compute_dtype, num_ranks=len(parts)
         )
+        losses.append(loss)
         if inputs.max_grad_norm is not None:
             clip(_optimizer_parameters(optimizer), inputs.max_grad_norm)
         rate = rate or _learning_rate(_optimizer_parameters(optimizer))
@@ -228,12 +220,10 @@ _NOT_COMPARED = "the loss of the whole batch in one pass is not compared"
 
 def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Sequence[float]) -> Deviation:
     """The deviation of a run with these final parameters and losses from the reference."""
+    pairs = zip(losses, reference.losses, strict=True)
     return Deviation(
         errors=update_errors(reference.updates, reference.final, final, roundings=ROUNDINGS),
-        loss_error=max(
-            (finite(abs(a - b)) / max(1.0, abs(b)) for a, b in zip(losses, reference.losses, strict=True)),
-            default=0.0,
-        ),
+        loss_error=max((finite(abs(a - b)) / max(1.0, abs(b)) for a, b in pairs), default=0.0),
         missing=tuple(name for name in reference.final if name not in final),
     )
 
@@ -288,11 +278,8 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _running_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] in ("running_mean", "running_var")
-    }
+    names = ("running_mean", "running_var")
+    return {path: buffer for path, buffer in model.named_buffers() if path.rpartition(".")[2] in names}
 
 
 def _needs_training_mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> bool:

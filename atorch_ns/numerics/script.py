@@ -99,9 +99,8 @@ class ScriptWatch:
         self._counts.append(0)
         self.strategies.append(" + ".join(step.name for step in result.applied.strategy) or "one process")
         precision = result.job.plan.precision
-        self.is_reduced |= any(
-            dtype not in (None, "float32") for dtype in (precision.parameter_dtype, precision.compute_dtype)
-        )
+        dtypes = {precision.parameter_dtype, precision.compute_dtype}
+        self.is_reduced |= not dtypes <= {None, "float32"}
         self._leave_out_dropout(result)
         update = vars(optimizer).get("step")  # of a scheduler, say
 

@@ -8,6 +8,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -231,17 +232,8 @@ def prepare(
         round_to(again.model, dtype)
         return again
 
-    small, batches, reference, noise = agree(
-        lambda: _train_reference(
-            small,
-            make_again,
-            cluster,
-            resolved,
-            num_micro_batches=num_micro_batches,
-            rows=rows,
-            closures=closures,
-        )
-    )
+    train = partial(_train_reference, small, make_again, cluster, resolved, rows=rows, closures=closures)
+    small, batches, reference, noise = agree(lambda: train(num_micro_batches=num_micro_batches))
     names = tuple(closures.parameters)
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training, names)
     batches, learning_rate, training, names = cluster.from_first(on_first)
@@ -274,20 +266,14 @@ def parts_reason(setup: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[str
     small, parts, device = _rebuild_inputs(setup, inputs, cluster)
     number, like = setup.num_micro_batches, setup.reference
     assert like is not None
-    batches = setup.batches[:1]
+    batch = setup.batches[0]
     whole, notes = run_whole(
-        copy.deepcopy(small.model),
-        small,
-        batches[0],
-        parts,
-        num_micro_batches=number,
-        device=device,
-        like=like,
+        copy.deepcopy(small.model), small, batch, parts, num_micro_batches=number, device=device, like=like
     )
     if whole is None:
         return None, notes
-    parts_run = run_reference(small.model, small, batches, parts, number, device, like=like)
-    return judge_parts(parts_run, whole, setup.noise), ()
+    parts_run = run_reference(small.model, small, [batch], parts, number, device, like=like)
+    return judge_parts(parts_run, whole, setup.noise, small.loss_reduction), ()
 
 
 def _rebuild_inputs(
@@ -312,15 +298,15 @@ def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
 def _require_memory(model: nn.Module, cluster: Cluster) -> None:
     # Weights, gradients and momentum; with what operators need, 3.1 to 3.7 times the weights (measured).
     num_bytes = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    memory = cluster.device_memory_bytes
-    if cluster.device_type == "cpu":
-        memory //= max(1, cluster.local_world_size)  # ranks share the machine
-    room = room_bytes(torch.device(cluster.device))
-    limits = [limit for limit in (int(_MEMORY_SHARE * memory) or None, room) if limit is not None]
-    if num_bytes > min(limits, default=num_bytes):
+    limits = (
+        int(_MEMORY_SHARE * cluster.rank_memory_bytes) or None,
+        room_bytes(torch.device(cluster.device)),
+    )
+    limit = min((each for each in limits if each is not None), default=num_bytes)
+    if num_bytes > limit:
         raise InputError(
             f"comparing two blocks of each kind and the code around them takes {bytes_text(num_bytes)}, but a rank "
-            f"may use only {bytes_text(min(limits))} for it."
+            f"may use only {bytes_text(limit)} for it."
         )
 
 
@@ -369,14 +355,10 @@ def _train_reference(
 
 def is_reduced(resolved: Resolved) -> bool:
     """Whether anything is computed, held or sent in less than float32."""
-    plan = resolved.plan
-    dtypes = (
-        plan.precision.parameter_dtype,
-        plan.precision.compute_dtype,
-        plan.sharding.gather_dtype,
-        plan.sharding.reduce_dtype,
-    )
-    return any(dtype not in (None, "float32") for dtype in dtypes)
+    precision, sharding = resolved.plan.precision, resolved.plan.sharding
+    dtypes = {precision.parameter_dtype, precision.compute_dtype}
+    dtypes |= {sharding.gather_dtype, sharding.reduce_dtype}
+    return not dtypes <= {None, "float32"}
 
 
 def draw_batches(

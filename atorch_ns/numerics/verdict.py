@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from atorch_ns.data import Reduction
+from atorch_ns.job.loss import WAYS_OUT
 from atorch_ns.numerics.reference import NO_DEVIATION, Deviation, Reference, measure
 
 TOLERANCE: Final = 2e-4
@@ -117,33 +119,32 @@ def judge(
         gradient = first.errors.get(name, 0.0)
         over = gradient > allowed[0] or error > allowed[1]
         state: State = "not judged" if max(noise) > UNJUDGED else ("drifts" if over else "ok")
-        rows.append(
-            ParameterVerdict(
-                name=name,
-                gradient_error=gradient,
-                parameter_error=error,
-                gradient_tolerance=allowed[0],
-                parameter_tolerance=allowed[1],
-                state=state,
-            )
+        row = ParameterVerdict(
+            name=name,
+            gradient_error=gradient,
+            parameter_error=error,
+            gradient_tolerance=allowed[0],
+            parameter_tolerance=allowed[1],
+            state=state,
         )
+        rows.append(row)
     order: Mapping[State, int] = {"drifts": 0, "ok": 1, "not judged": 2}  # sorting order: worst first
     rows.sort(key=lambda row: (order[row.state], -row.excess))
-    loss_tolerance = (
-        LOSS_TOLERANCE
-        if last_noise is None
-        else REDUCED_LOSS_TOLERANCE + NOISE_FACTOR * last_noise.loss_error
-    )
+    loss_base = LOSS_TOLERANCE if last_noise is None else REDUCED_LOSS_TOLERANCE
+    loss_tolerance = loss_base + NOISE_FACTOR * rounded_last.loss_error
     return tuple(rows), loss_tolerance, _failure_reasons(rows, last, loss_tolerance, differing)
 
 
-def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> str | None:
-    """The reason why the parts' mean loss is not the whole batch's loss; ``None`` if they are equal.
+def judge_parts(
+    parts: Reference, whole: Reference, noise: Deviation | None, reduction: Reduction = "mean"
+) -> str | None:
+    """The reason why the mean or sum of the parts' losses is not the whole batch's; ``None`` if they are equal.
 
     Args:
         parts: run of one step on the parts, one after the other, as ranks compute them.
         whole: run of the same step on the whole batch in one pass.
         noise: deviation of one process in bfloat16 from ``parts``; ``None`` in full precision.
+        reduction: how a step makes one loss of theirs.
     """
     difference = measure(parts, whole.final, whole.losses)
     rows, _, reasons = judge(difference, difference, first_noise=noise, last_noise=noise, differing=())
@@ -151,11 +152,9 @@ def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> 
         return None
     worst = max(difference.errors.values(), default=0.0)
     return (
-        f"the loss is not a mean over samples: one pass over the whole batch gives {whole.losses[0]:.6f}, the mean "
+        f"the loss is not a {reduction} over samples: one pass over the whole batch gives {whole.losses[0]:.6f}, the {reduction} "
         f"over the parts that ranks and micro-batches compute {parts.losses[0]:.6f}, and gradients differ by "
-        f"{worst:.1e}. Ranks average their gradients, so a sum is too small by the number of parts, and a mean over "
-        "tokens gives every part the same weight whatever it holds. Divide by the number of samples, or pass weight_func or "
-        "loss_reduction='sum' to auto_accelerate"
+        f"{worst:.1e}. {WAYS_OUT[reduction]}"
     )
 
 

@@ -223,7 +223,7 @@ def _compute_truth(
         first_noise=noises[0],
         last_noise=noises[1],
         num_samples=_count_samples(batches[0], parts),
-        parts_reason=None if whole is None else judge_parts(first, whole, noises[0]),
+        parts_reason=None if whole is None else judge_parts(first, whole, noises[0], inputs.loss_reduction),
         notes=notes,
     )
 

@@ -6,7 +6,7 @@ import json
 import random
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from atorch_ns.operators.divided.divide import OperatorDivision
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.constraints import Constraint, allowed_rules, read_constraints, unused_warnings
 from atorch_ns.operators.rules.custom import registered_rules
-from atorch_ns.operators.rules.rule import Placement, Rule, whole_rule
+from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule, whole_rule
 from atorch_ns.operators.rules.table import rules_of
 from atorch_ns.operators.solver.assemble import Assembled, LegalRules, States, assemble
 from atorch_ns.operators.solver.prices import OperatorPrices
@@ -82,33 +82,21 @@ def operator_costs(assembly: Assembled, plan: OperatorPlan) -> list[OperatorPric
 def costs_text(costs: Sequence[OperatorPrice], *, top: int = 10) -> str:
     """A table of the slowest operators, with their share of the total time."""
     total = sum(cost.total for cost in costs) or 1.0
-    top_costs = costs[:top]
-    rows = [("operator", "×", "division", "computes", "converts", "exchanges", "share")]
-    rows += [
-        (
-            cost.key,
-            str(cost.count),
-            cost.division or "whole",
-            seconds_text(cost.seconds),
-            seconds_text(cost.conversion_seconds),
-            bytes_text(cost.bytes_moved),
-            f"{cost.total / total:.1%}",
+
+    def sums(entries: Sequence[OperatorPrice]) -> tuple[str, ...]:
+        return (
+            seconds_text(sum(entry.seconds for entry in entries)),
+            seconds_text(sum(entry.conversion_seconds for entry in entries)),
+            bytes_text(sum(entry.bytes_moved for entry in entries)),
+            f"{sum(entry.total for entry in entries) / total:.1%}",
         )
-        for cost in top_costs
+
+    rows: list[tuple[str, ...]] = [
+        ("operator", "×", "division", "computes", "converts", "exchanges", "share"),
+        *((cost.key, str(cost.count), cost.division or "whole", *sums([cost])) for cost in costs[:top]),
     ]
     if len(costs) > top:
-        rest = costs[top:]
-        rows.append(
-            (
-                f"{len(rest)} more",
-                "",
-                "",
-                seconds_text(sum(cost.seconds for cost in rest)),
-                seconds_text(sum(cost.conversion_seconds for cost in rest)),
-                bytes_text(sum(cost.bytes_moved for cost in rest)),
-                f"{sum(cost.total for cost in rest) / total:.1%}",
-            )
-        )
+        rows.append((f"{len(costs) - top} more", "", "", *sums(costs[top:])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -256,12 +244,10 @@ def _batch_dim(node: fx.Node) -> int | None:
 def _divides_samples(rule: Rule, op: Operator, dims: Sequence[int | None]) -> bool:
     results = [node for node in op.results if node is not None]
     placements = [rule.outputs[op.results.index(node)] for node in results] + list(rule.inputs)
-    for placement, dim in zip(placements, dims, strict=True):
-        if dim is not None and placement != Shard(dim):
-            return False
-        if dim is None and isinstance(placement, Shard):
-            return False
-    return any(dim is not None for dim in dims)
+    return any(dim is not None for dim in dims) and all(
+        placement == Shard(dim) if dim is not None else not isinstance(placement, Shard)
+        for placement, dim in zip(placements, dims, strict=True)
+    )
 
 
 def refit_plan(
@@ -307,14 +293,15 @@ def division_of(
     rules = {}
     for op in graph.operators:
         plan_rule = plan.operators.get(op.key)
-        rules[op] = whole_rule(op.call) if plan_rule is None else _find_legal_rule(plan_rule, legal[op.key])
-    parameters = {
-        origin.name: plan.parameters[key]
-        for node, origin in graph.origins.items()
-        if origin.kind == "parameter" and (key := graph.parameter_key(node)) in plan.parameters
-    }
+        if plan_rule is None:
+            rules[op] = whole_rule(op.call)
+        else:  # the legal rule has a kernel, unlike the plan's
+            rules[op] = next(rule for rule in legal[op.key] if rule == plan_rule)
     shards = {
-        name: placement for name, placement in parameters.items() if not isinstance(placement, Replicate)
+        origin.name: placement
+        for node, origin in graph.origins.items()
+        if origin.kind == "parameter"
+        and not isinstance(placement := plan.parameters.get(graph.parameter_key(node), WHOLE), Replicate)
     }
     division = OperatorDivision(graph, degree, rules, shards)
     return replace(division, summed=division.partly_used() if summed is None else summed)
@@ -334,10 +321,6 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
             misfit += f"\n{key}: {list(shape)} is not divided along {placement.dim} by {degree} ranks."
     if misfit:
         raise InputError(f"the operator plan does not fit this model:\n{misfit.strip()}")
-
-
-def _find_legal_rule(plan_rule: Rule, legal: Iterable[Rule]) -> Rule:
-    return next(rule for rule in legal if rule == plan_rule)  # it has a kernel, unlike the plan's rule
 
 
 Policy = Literal["solve", "batch", "random"]
@@ -398,12 +381,9 @@ def find_plan(
             check_plan(user_plan, graph, degree)
         return FoundPlan(plan=user_plan, note="the plan given")
     if request.policy != "solve":
-        policy_plan = (
-            random_plan(graph, degree, request.seed)
-            if request.policy == "random"
-            else batch_plan(graph, degree)
-        )
-        return FoundPlan(plan=policy_plan, note=f"the plan of the policy {request.policy}")
+        is_random = request.policy == "random"
+        plan = random_plan(graph, degree, request.seed) if is_random else batch_plan(graph, degree)
+        return FoundPlan(plan=plan, note=f"the plan of the policy {request.policy}")
     constraints = read_constraints(request.constraints) if request.constraints else ()
     solution = solved_plan(
         graph,

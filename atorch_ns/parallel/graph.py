@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ class PolicyGraph:
         self._starts: list[PolicyNode] = []  # first operators of all stages but the first
         self._recompute_paths: list[str] = []  # paths of blocks
         self._devices: dict[tuple[int, int], int] = {}  # (node, part) to a rank of the unit
-        self._legal: dict[int, Any] = {}  # rules by number of parts
+        self._legal_rules = functools.cache(functools.partial(legal_rules, graph))  # by number of parts
 
     def nodes(self, flatten: bool = True) -> list[PolicyNode]:
         """All operators. They are never nested."""
@@ -107,11 +108,7 @@ class PolicyGraph:
             raise InputError(
                 f"all nodes are PolicyNodes, so none is of type {ntype.__name__}: select by name."
             )
-        return [
-            node
-            for node in self._nodes
-            if name is None or name in (node.name, node.signature, node.operator.name)
-        ]
+        return [node for node in self._nodes if name is None or name in (node.name, node.signature)]
 
     def replicate(self, node: PolicyNode, times: int) -> list[SubNode]:
         """Leaves an operator whole on every rank."""
@@ -128,7 +125,7 @@ class PolicyGraph:
         """
         matches = self.rules_for(node, idx, dim, num)
         if not matches:
-            legal = [str(rule) for rule in self._cached_rules(num)[node.operator.key] if rule.divides]
+            legal = [str(rule) for rule in self._legal_rules(num)[node.operator.key] if rule.divides]
             raise InputError(
                 f"{node} cannot be divided along dimension {dim} of its input {idx} by {num}. "
                 f"{'Its rules are ' + '; '.join(legal) if legal else 'It stays whole'}."
@@ -148,7 +145,7 @@ class PolicyGraph:
         if not -size <= dim < size:
             raise InputError(f"input {idx} of {node} has {size} dimensions, so there is no dimension {dim}.")
         sharding = Shard(dim % size)  # negative dimensions count from the end
-        return [rule for rule in self._cached_rules(num)[node.operator.key] if rule.inputs[idx] == sharding]
+        return [rule for rule in self._legal_rules(num)[node.operator.key] if rule.inputs[idx] == sharding]
 
     def assign(self, node: SubNode | PolicyNode, device: int) -> None:
         """Places a part of an operator on a rank of the unit: part ``i`` on rank ``i`` of its stage."""
@@ -243,11 +240,6 @@ class PolicyGraph:
                     f"part {number} of {self._nodes[index]} is assigned to rank {device}; the parts of stage {stage} must be on "
                     f"ranks {stage * degree} to {(stage + 1) * degree - 1}, in order."
                 )
-
-    def _cached_rules(self, num: int) -> Any:
-        if num not in self._legal:
-            self._legal[num] = legal_rules(self._graph, num)
-        return self._legal[num]
 
     def _choose_rule(self, node: PolicyNode, rule: Rule) -> None:
         key = node.operator.key

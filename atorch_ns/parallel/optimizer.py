@@ -182,11 +182,10 @@ class ParallelOptimizer(Optimizer):
         names = self._parameter_names()
         flat = [name for group in names for name in group]
         pieces = self._build_pieces()
-        states: dict[int, dict[str, Any]] = {}
-        for index, values in state["state"].items():
-            states[index] = {
-                key: localise(f"{flat[index]}/{key}", value, pieces) for key, value in values.items()
-            }
+        states = {
+            index: {key: localise(f"{flat[index]}/{key}", value, pieces) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
         return {**state, "state": states, PIECES: {**pieces.as_state(), "names": names}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

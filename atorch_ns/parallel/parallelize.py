@@ -8,7 +8,6 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Resolved
 from atorch_ns.parallel.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from atorch_ns.parallel.module import ParallelModule, parallel_modules
-from atorch_ns.parallel.planning import Planned, plan_module, resolved_steps
+from atorch_ns.parallel.planning import Planned, PlanSource, plan_module, resolved_steps
 from atorch_ns.parallel.policies import POLICIES, is_strategy_file
 from atorch_ns.parallel.saved import Made, PlanFolder
 from atorch_ns.strategy import MODEL_AXES, Strategy
@@ -84,14 +83,21 @@ def parallelize(
     if load_module:
         join_process_group(cluster)
 
-    def check_arguments() -> tuple[_Source, PlanFolder, ReuseType]:
+    def check_arguments() -> tuple[PlanSource, PlanFolder, ReuseType]:
         is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         sharing = _enum_member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
         if sharing is not BroadcastGenFilesStrategy.NONE and not is_joined:
             raise InputError(
                 f"broadcast_strategy={sharing.value!r} needs a process group: start the script with torchrun, or leave it 'none'."
             )
-        source = _Source.of(target, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
+        source = _make_source(
+            target,
+            module_fn,
+            dtype=module_dtype,
+            config=compute_config,
+            dummies=dummy_forward_args,
+            policy=pas_policy,
+        )
         if load_module and cluster.world_size != compute_config.runtime_ngpus:
             raise InputError(
                 f"runtime_ngpus={compute_config.runtime_ngpus}, but there are {cluster.world_size} ranks: start that many with "
@@ -113,67 +119,54 @@ def parallelize(
     return new_class(init_module_params) if isinstance(target, nn.Module) else new_class
 
 
-@dataclass(frozen=True)
-class _Source:
-    module: nn.Module  # the plain one
-    is_class: bool  # modules are made of it again and again
-    config: ComputeConfig
-    dummies: Mapping[str, Any]
-    policy: str | Callable[..., Any]
-    sample: Any  # input of the module's call
-    input_format: str | None  # unpack_dict by names, None with the sample as a whole
-
-    @classmethod
-    def of(
-        cls,
-        target: Any,
-        module_fn: Callable[[], nn.Module] | None,
-        dtype: torch.dtype | None,
-        config: ComputeConfig,
-        dummies: Mapping[str, Any],
-        policy: str | Callable[..., Any],
-    ) -> _Source:
-        is_class = isinstance(target, type) and issubclass(target, nn.Module)
-        if not isinstance(config, ComputeConfig):
-            raise InputError(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
-        if not (is_class or isinstance(target, nn.Module)):
+def _make_source(
+    target: Any,
+    module_fn: Callable[[], nn.Module] | None,
+    *,
+    dtype: torch.dtype | None,
+    config: ComputeConfig,
+    dummies: Mapping[str, Any],
+    policy: str | Callable[..., Any],
+) -> PlanSource:
+    is_class = isinstance(target, type) and issubclass(target, nn.Module)
+    if not isinstance(config, ComputeConfig):
+        raise InputError(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
+    if not (is_class or isinstance(target, nn.Module)):
+        raise InputError(
+            f"parallelize takes a torch.nn.Module or a class of them; it got {with_article(target)}."
+        )
+    if isinstance(policy, str) and policy not in POLICIES and not is_strategy_file(policy):
+        raise InputError(
+            f"unknown policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, a "
+            "function (graph, compute_config) -> graph, or a strategy file."
+        )
+    if not (isinstance(policy, str) or callable(policy)):
+        raise InputError(f"pas_policy must be a name or a function; got {with_article(policy)}.")
+    module = _make_module(target, module_fn) if is_class else target
+    if module_fn is not None and not is_class:
+        raise InputError("module_fn makes modules of a class, but a module was given.")
+    if parallel_modules(module):
+        raise InputError("Parallel modules can not be nested: one of the module's parts is parallel already.")
+    if any(_DIVIDED in vars(part) for part in module.modules()):
+        raise InputError(
+            f"this {type(module).__qualname__} is already parallel, and was changed for that: use the module that parallelize "
+            "returned, or parallelize its class to make several."
+        )
+    hook_owner = next((name for name, param in module.named_parameters() if has_user_hooks(param)), None)
+    if hook_owner is not None:
+        raise InputError(
+            f"{hook_owner} has a hook on its gradient, which does not carry over to its parts: register it on the parallel module's "
+            "parameters."
+        )
+    if dtype is not None:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
-                f"parallelize takes a torch.nn.Module or a class of them; it got {with_article(target)}."
+                f"module_dtype must be a floating dtype, such as torch.bfloat16; it is {dtype!r}."
             )
-        if isinstance(policy, str) and policy not in POLICIES and not is_strategy_file(policy):
-            raise InputError(
-                f"unknown policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, a "
-                "function (graph, compute_config) -> graph, or a strategy file."
-            )
-        if not (isinstance(policy, str) or callable(policy)):
-            raise InputError(f"pas_policy must be a name or a function; got {with_article(policy)}.")
-        module = _make_module(target, module_fn) if is_class else target
-        if module_fn is not None and not is_class:
-            raise InputError("module_fn makes modules of a class, but a module was given.")
-        if parallel_modules(module):
-            raise InputError(
-                "Parallel modules can not be nested: one of the module's parts is parallel already."
-            )
-        if any(_DIVIDED in vars(part) for part in module.modules()):
-            raise InputError(
-                f"this {type(module).__qualname__} is already parallel, and was changed for that: use the module that parallelize "
-                "returned, or parallelize its class to make several."
-            )
-        hook_owner = next((name for name, param in module.named_parameters() if has_user_hooks(param)), None)
-        if hook_owner is not None:
-            raise InputError(
-                f"{hook_owner} has a hook on its gradient, which does not carry over to its parts: register it on the parallel module's "
-                "parameters."
-            )
-        if dtype is not None:
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise InputError(
-                    f"module_dtype must be a floating dtype, such as torch.bfloat16; it is {dtype!r}."
-                )
-            module.to(dtype)
-        sample = _build_sample(module, dummies, config)
-        whole = config.use_end2end and len(dummies) == 1  # the sample is the argument
-        return cls(module, is_class, config, dummies, policy, sample, None if whole else "unpack_dict")
+        module.to(dtype)
+    sample = _build_sample(module, dummies, config)
+    whole = config.use_end2end and len(dummies) == 1  # the sample is the argument
+    return PlanSource(module, is_class, config, dummies, policy, sample, None if whole else "unpack_dict")
 
 
 def _make_module(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> nn.Module:
@@ -224,25 +217,18 @@ def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: Compute
     return dummies[first.name]  # the sample of an end-to-end module
 
 
-def _obtain_plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
+def _obtain_plan(source: PlanSource, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
     origin = Made.of(source.module, source.dummies, source.policy, source.config)
     old_plan = folder.reused(origin, reuse)
     if old_plan is not None:
         return old_plan
-    plan = plan_module(
-        source.module,
-        source.sample,
-        source.input_format,
-        source.policy,
-        config=source.config,
-        cluster=cluster,
-    )
+    plan = plan_module(source, cluster)
     folder.write(origin, plan)
     return plan
 
 
 def _parallel_class(
-    source: _Source, cluster: Cluster, plan: Planned, folder: PlanFolder
+    source: PlanSource, cluster: Cluster, plan: Planned, folder: PlanFolder
 ) -> type[ParallelModule]:
     plain, config = source.module, source.config
     uses: list[bool] = []  # an entry for each module made
@@ -280,7 +266,7 @@ def _parallel_class(
 
 
 def _divide_module(
-    module: nn.Module, source: _Source, cluster: Cluster, plan: Planned, *, init_params: bool
+    module: nn.Module, source: PlanSource, cluster: Cluster, plan: Planned, *, init_params: bool
 ) -> Result:
     config = source.config
     if config.inference_only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,25 @@ log = logging.getLogger("atorch_ns")
 _OF_OPERATORS = {"mem_constraint", "partition_constraints_path", "load_plan_path", "save_plan_path"}
 
 
+@dataclass(frozen=True)
+class PlanSource:
+    """The plain module of a plan, with the arguments of ``parallelize``.
+
+    Attributes:
+        is_class: whether modules are made of it again and again.
+        sample: input of the module's call.
+        input_format: ``unpack_dict`` by names, ``None`` with the sample as a whole.
+    """
+
+    module: nn.Module
+    is_class: bool
+    config: ComputeConfig
+    dummies: Mapping[str, Any]
+    policy: str | Callable[..., Any]
+    sample: Any
+    input_format: str | None
+
+
 class Planned(NamedTuple):
     """The methods of a plan, and notes for the report."""
 
@@ -53,15 +73,7 @@ class Planned(NamedTuple):
     notes: tuple[str, ...]
 
 
-def plan_module(
-    module: nn.Module,
-    sample: Any,
-    input_format: str | None,
-    policy: str | Callable[..., Any],
-    *,
-    config: ComputeConfig,
-    cluster: Cluster,
-) -> Planned:
+def plan_module(source: PlanSource, cluster: Cluster) -> Planned:
     """Creates a plan without communication.
 
     With ``hybrid``, operators of stages are divided when the module is created and its cuts are known.
@@ -69,7 +81,7 @@ def plan_module(
     Raises:
         InputError: if the policy cannot satisfy the config, or no plan fits.
     """
-    has_stages = False
+    config, policy, has_stages = source.config, source.policy, False
     if is_strategy_file(policy):
         strategy = Strategy.load(policy)
         return Planned([(step.name, step.config) for step in strategy], tuple(_notes_of(config)))
@@ -77,9 +89,9 @@ def plan_module(
         division = division_by(policy, config)
         has_stages = policy == "autodist" and division.num_stages > 1  # divided stages are searched for
         if has_stages:
-            division = _in_stages(module, sample, input_format, division, config=config, cluster=cluster)
+            division = _in_stages(source, division, cluster)
     else:
-        division = _by_function(module, sample, input_format, policy, config=config, cluster=cluster)
+        division = _by_function(source, policy, cluster)
     steps = strategy_of(division, config)
     notes = (*_notes_of(config), *division.notes)
     methods = dict(steps)
@@ -89,13 +101,13 @@ def plan_module(
     if "pipeline_parallel" in methods or not ("operator_parallel" in methods or has_limits):
         return Planned(steps, notes)
     try:
-        graph = _capture_module(module, sample, input_format, cluster).graph
+        graph = _capture_module(source, cluster).graph
     except CaptureError as error:
         if degree > 1:
             raise
         idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
         return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
-    prices, device = OperatorPrices.of(module, cluster, degree), torch.device(cluster.device)
+    prices, device = OperatorPrices.of(source.module, cluster, degree), torch.device(cluster.device)
     outcome = find_plan(
         graph, degree, _plan_request(division), prices, states=_build_states(config), device=device
     )
@@ -134,17 +146,11 @@ def _notes_of(config: ComputeConfig) -> list[str]:
     return notes
 
 
-def _capture_module(
-    module: nn.Module,
-    sample: Any,
-    input_format: str | None,
-    cluster: Cluster,
-    *,
-    units: Sequence[str] | None = None,
-) -> Shallow:
-    args, kwargs = call_arguments(module, sample, input_format)
+def _capture_module(source: PlanSource, cluster: Cluster, units: Sequence[str] | None = None) -> Shallow:
+    module, device = source.module, torch.device(cluster.device)
+    args, kwargs = call_arguments(module, source.sample, source.input_format)
     with modes_kept(module):
-        return capture_shallow(module.train(), args, kwargs, device=torch.device(cluster.device), units=units)
+        return capture_shallow(module.train(), args, kwargs, device=device, units=units)
 
 
 def _build_states(config: ComputeConfig) -> States:
@@ -152,21 +158,13 @@ def _build_states(config: ComputeConfig) -> States:
     return States(shards=shards, gradients_stay=True)
 
 
-def _in_stages(
-    module: nn.Module,
-    sample: Any,
-    input_format: str | None,
-    request: Division,
-    *,
-    config: ComputeConfig,
-    cluster: Cluster,
-) -> Division:
-    settings = config.pas_config
+def _in_stages(source: PlanSource, request: Division, cluster: Cluster) -> Division:
+    config, settings = source.config, source.config.pas_config
     if "load_plan_path" in settings:
         return _read_stages(settings["load_plan_path"], request)
     pivots = pivots_of(settings)
-    units = [unit.name for unit in find_units(module, at_least=request.num_stages, starts=pivots)]
-    shallow = _capture_module(module, sample, input_format, cluster, units=units)
+    units = [unit.name for unit in find_units(source.module, at_least=request.num_stages, starts=pivots)]
+    shallow = _capture_module(source, cluster, units)
     # Units in the order in which the captured model calls them; a path counts from its first segment.
     order = {segment.path: index for index, segment in reversed(list(enumerate(shallow.graph.segments)))}
     units = sorted(
@@ -195,7 +193,7 @@ def _in_stages(
         shallow,
         units,
         task,
-        lambda degree: OperatorPrices.of(module, cluster, degree),
+        lambda degree: OperatorPrices.of(source.module, cluster, degree),
         states=_build_states(config),
         device=torch.device(cluster.device),
         pivots=pivots,
@@ -245,20 +243,14 @@ def _of_stages(plan: Mapping[str, Any], request: Division) -> Division:
     )
 
 
-def _by_function(
-    module: nn.Module,
-    sample: Any,
-    input_format: str | None,
-    policy: Callable[..., Any],
-    *,
-    config: ComputeConfig,
-    cluster: Cluster,
-) -> Division:
-    args, kwargs = call_arguments(module, sample, input_format)
+def _by_function(source: PlanSource, policy: Callable[..., Any], cluster: Cluster) -> Division:
+    module = source.module
+    args, kwargs = call_arguments(module, source.sample, source.input_format)
     with modes_kept(module), torch.enable_grad():
         trace = capture(module.train(), args, kwargs, device=torch.device(cluster.device))
-    graph = PolicyGraph(OperatorGraph(trace, [block.name for block in repeated_blocks(module)]), config)
-    result = policy(graph, config)
+    blocks = [block.name for block in repeated_blocks(module)]
+    graph = PolicyGraph(OperatorGraph(trace, blocks), source.config)
+    result = policy(graph, source.config)
     if not isinstance(result, PolicyGraph):
         raise InputError(f"a policy function must return the graph; it returned {with_article(result)}.")
     return result.division()
@@ -266,13 +258,8 @@ def _by_function(
 
 def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
     """The methods with the decisions that they made and tested when they were applied."""
-    decisions = result.job.resolved_settings
-    return [
-        (
-            name,
-            {"plan": decisions[name]["plan"], "self_test": False}  # tested when it was applied
-            if name == "operator_parallel" and name in decisions
-            else options,
-        )
-        for name, options in steps
-    ]
+    decision = result.job.resolved_settings.get("operator_parallel")
+    if decision is None:
+        return steps
+    settings = {"plan": decision["plan"], "self_test": False}  # tested when it was applied
+    return [(name, settings if name == "operator_parallel" else options) for name, options in steps]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -97,34 +97,23 @@ def division_by(policy: str, config: ComputeConfig) -> Division:
             f"unknown policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, or a "
             "function (graph, config) -> graph."
         )
-    check_settings(policy, config.pas_config)
-    return _RULES[policy](config, config.pas_config)
-
-
-def _dp_division(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
-    if config.plan_ngpus != 1:
-        raise InputError(
-            f"the policy dp divides nothing, so plan_ngpus must be 1; it is {config.plan_ngpus}."
-        )
-    return Division()
-
-
-def _tp_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
-    return Division(operators={"policy": "random", "seed": settings.get("seed", 1)})  # as in nnScaler
-
-
-def _data_division(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
-    return Division(operators={"policy": "batch"})  # along the samples
-
-
-def _pp_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
-    return _staged_division("pp", config, settings, config.plan_ngpus, operators=None)
-
-
-def _hybrid_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
-    return _staged_division(
-        "hybrid", config, settings, _num_stages(config, settings), operators={"policy": "batch"}
-    )
+    settings = config.pas_config
+    check_settings(policy, settings)
+    if policy == "dp":
+        if config.plan_ngpus != 1:
+            raise InputError(
+                f"the policy dp divides nothing, so plan_ngpus must be 1; it is {config.plan_ngpus}."
+            )
+        return Division()
+    if policy == "tp":
+        return Division(operators={"policy": "random", "seed": settings.get("seed", 1)})  # as in nnScaler
+    if policy == "data":
+        return Division(operators={"policy": "batch"})  # along the samples
+    if policy == "autodist":
+        return _autodist_division(config, settings)
+    num_stages = config.plan_ngpus if policy == "pp" else _num_stages(config, settings)
+    operators = None if policy == "pp" else {"policy": "batch"}
+    return _staged_division(policy, config, settings, num_stages, operators=operators)
 
 
 def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
@@ -153,14 +142,9 @@ def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Di
         raise InputError(
             "pp_size: autodist puts one stage on each rank, so pp_size is the number of stages; leave it out."
         )
+    notes = tuple(_autodist_notes(settings))
     return _staged_division(
-        "autodist",
-        config,
-        settings,
-        num_stages,
-        operators=operators,
-        recompute=recompute,
-        notes=tuple(_autodist_notes(settings)),
+        "autodist", config, settings, num_stages, operators=operators, recompute=recompute, notes=notes
     )
 
 
@@ -187,16 +171,6 @@ def _autodist_notes(settings: Mapping[str, Any]) -> list[str]:
     if "transient_mem_coef" in settings:
         notes.append("transient_mem_coef: the two largest peaks are counted as they are, not by a factor")
     return notes
-
-
-_RULES: Final[Mapping[str, Callable[[ComputeConfig, Mapping[str, Any]], Division]]] = {
-    "dp": _dp_division,
-    "tp": _tp_division,
-    "pp": _pp_division,
-    "data": _data_division,
-    "hybrid": _hybrid_division,
-    "autodist": _autodist_division,
-}
 
 
 def is_strategy_file(policy: Any) -> bool:

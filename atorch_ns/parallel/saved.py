@@ -76,12 +76,10 @@ class Made:
                     diffs.append(f"{name}: {first_few(inmost, 4)} changed")
                     continue
                 diffs += [f"{name}: {key} is {value.get(key)!r}, and was {theirs.get(key)!r}" for key in keys]
+            elif len(str(value)) < 40:
+                diffs.append(f"{name}: {value!r}, and was {theirs!r}")
             else:
-                diffs.append(
-                    f"{name}: {value!r}, and was {theirs!r}"
-                    if len(str(value)) < 40
-                    else f"{name} has changed"
-                )
+                diffs.append(f"{name} has changed")
         return diffs
 
 
@@ -182,8 +180,11 @@ def _file_digest(path: Any) -> str:
 def _bound_values(policy: Any) -> str:
     if isinstance(policy, functools.partial):
         return f"{_source_digest(policy.func)} {_bound_values(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
+    if inspect.ismethod(policy):
+        return f"{_bound_values(policy.__func__)} {_bound_values(policy.__self__)}"
     cells = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]  # captured values
-    attributes = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
+    has_own = not (inspect.isroutine(policy) or isinstance(policy, type))
+    attributes = getattr(policy, "__dict__", {}) if has_own else {}
     source = "" if inspect.isroutine(policy) else _source_digest(type(policy))
     text = f"{source} {cells!r} {getattr(policy, '__defaults__', None)!r} {sorted(attributes.items())!r}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
@@ -193,10 +194,9 @@ _DIGESTS = ("structure of the module", "source of the module")  # facts with a d
 
 
 def _structure_digests(module: nn.Module) -> dict[str, str]:
-    parts = module.named_modules(remove_duplicate=False)
     return {
         path or _qualified_name(type(module)): fingerprint(part)
-        for path, part in parts
+        for path, part in module.named_modules(remove_duplicate=False)
         if path.count(".") < 3  # three levels deep
     }
 
@@ -210,7 +210,4 @@ def _describe_arguments(dummies: Mapping[str, Any]) -> str:
     def text(leaf: Any) -> str:
         return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
-    return "; ".join(
-        f"{'.'.join(map(str, path)) if isinstance(path, tuple) else path}: {text(leaf)}"
-        for path, leaf in leaves(dict(dummies))
-    )
+    return "; ".join(f"{'.'.join(map(str, path))}: {text(leaf)}" for path, leaf in leaves(dict(dummies)))

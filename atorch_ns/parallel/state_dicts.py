@@ -268,9 +268,8 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _find_parallel_modules(module))
     if not isinstance(stride, int) or stride < 1 or dist.get_world_size() % stride:
         raise InputError(f"stride_size={stride} does not divide the {dist.get_world_size()} ranks.")
-    if any(
-        isinstance(parameter, DTensor) and _is_sharded_over_units(module) for parameter in module.parameters()
-    ):
+    has_parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if has_parts and any(part.compute_config.use_zero for _, part in _find_parallel_modules(module)):
         raise InputError("with use_zero every unit holds its own shards: load the weights on all ranks.")
     broadcast_in_strides([*module.parameters(), *module.buffers()], stride)
 
@@ -293,10 +292,6 @@ def _find_parallel_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_inside(name: str, paths: set[str]) -> bool:
     return any(not path or name.startswith(f"{path}.") for path in paths)  # "" is the root
-
-
-def _is_sharded_over_units(module: nn.Module) -> bool:
-    return any(part.compute_config.use_zero for _, part in _find_parallel_modules(module))
 
 
 def _rank_stride(module: nn.Module) -> int:

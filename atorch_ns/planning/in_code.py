@@ -165,13 +165,9 @@ def _obtain_profile(
     input_format: InputFormat,
 ) -> Profile:
     if not isinstance(model, (Profile, str, PathLike)):
+        device = cluster.device_type
         return profile(
-            model,
-            sample,
-            loss=loss,
-            optimizer=optimizer,
-            input_format=input_format,
-            device=cluster.device_type,
+            model, sample, loss=loss, optimizer=optimizer, input_format=input_format, device=device
         )
     if sample is not None or loss is not None:
         raise InputError(

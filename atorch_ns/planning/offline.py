@@ -202,14 +202,10 @@ def profile_offline(
     def forward_loss(module: nn.Module, batch: Any) -> torch.Tensor:
         return first_loss(loss_func(batch, call_model(module, batch, call_format)))
 
+    make_optimizer = None if optimizer is None else optimizer_maker(optimizer)
     try:
         profile = profile_model(
-            model,
-            sample,
-            forward_loss,
-            find_dims,
-            make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
-            device=device,
+            model, sample, forward_loss, find_dims, make_optimizer=make_optimizer, device=device
         )
     except SystemExit as error:  # user code may call sys.exit
         raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
@@ -277,7 +273,8 @@ def plan_offline(
         excluded=[*(excluded or ()), *omissions] or None,
         included=list(included) if included else None,
     )
-    rows = offline_rows(space.candidates, settings, memory_limit(cluster, settings).num_bytes)
+    limit = memory_limit(cluster, settings).num_bytes
+    rows = offline_rows(space.candidates, settings, limit)
     best = rows[0].candidate.key if rows and rows[0].fate == "won" else None  # None where nothing fits
     took = time.perf_counter() - began
     notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)
@@ -289,10 +286,24 @@ def plan_offline(
     if global_batch is None:
         batch = workload.global_batch
         notes += (f"No batch size was given. Every rank takes the sample's, {batch} samples in total.",)
+    facts = [profile.model_class, profile.num_parameters, cluster.world_size, cluster.device_name]
+    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])  # facts that distinguish plans
+    setting = SearchSetting(
+        model=profile.model_class.rsplit(".", 1)[-1],
+        num_parameters=profile.num_parameters,
+        world_size=cluster.world_size,
+        num_nodes=cluster.num_nodes,
+        device=cluster.hardware.device.name if cluster.hardware else cluster.device_name,
+        memory_limit_bytes=limit,
+        global_batch=workload.global_batch,
+        num_tokens=workload.num_tokens,
+        fingerprint=hashlib.sha256(digest.encode()).hexdigest()[:16],
+        profile_seconds=profile_seconds,
+        estimate_seconds=took,
+        notes=notes,
+    )
     return SearchOutcome(
-        setting=_build_setting(
-            profile, cluster, workload, settings, took=(profile_seconds, took), notes=notes
-        ),
+        setting=setting,
         settings=settings,
         rows=rows,
         best=best,
@@ -338,9 +349,7 @@ def _unpriced_methods(profile: Profile, registry: Registry, constraints: Constra
     if any(each.replaced_costs for each in _profile_segments(profile)):
         return []
     names = {name for each in (*constraints.included, *constraints.excluded) for name in each.methods}
-    return [
-        method.name for method in registry if isinstance(method, ReplacesModules) and method.name not in names
-    ]
+    return [each.name for each in registry if isinstance(each, ReplacesModules) and each.name not in names]
 
 
 def _profile_segments(profile: Profile) -> Sequence[Segment]:
@@ -356,33 +365,6 @@ def _check_batch(plan: Plan, global_batch: int) -> None:
     raise InputError(
         f"a global batch of {global_batch} samples does not divide evenly over {count_noun(ranks, 'data-parallel rank')} and "
         f"{count_noun(micro_batches, 'micro-batch', 'micro-batches')}: give {f'{below} or {above}' if below else above}, or change the strategy."
-    )
-
-
-def _build_setting(
-    profile: Profile,
-    cluster: Cluster,
-    workload: Workload,
-    settings: SearchSettings,
-    *,
-    took: tuple[float, float],
-    notes: tuple[str, ...],
-) -> SearchSetting:
-    facts = [profile.model_class, profile.num_parameters, cluster.world_size, cluster.device_name]
-    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])  # facts that distinguish plans
-    return SearchSetting(
-        model=profile.model_class.rsplit(".", 1)[-1],
-        num_parameters=profile.num_parameters,
-        world_size=cluster.world_size,
-        num_nodes=cluster.num_nodes,
-        device=cluster.hardware.device.name if cluster.hardware else cluster.device_name,
-        memory_limit_bytes=memory_limit(cluster, settings).num_bytes,
-        global_batch=workload.global_batch,
-        num_tokens=workload.num_tokens,
-        fingerprint=hashlib.sha256(digest.encode()).hexdigest()[:16],
-        profile_seconds=took[0],
-        estimate_seconds=took[1],
-        notes=notes,
     )
 
 

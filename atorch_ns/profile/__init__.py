@@ -18,9 +18,10 @@ from atorch_ns.profile.trace import (
     precision_key,
 )
 from atorch_ns.profile.tracing import profile_model
+from atorch_ns.torch_compat import fused
 
 __all__ = [
     "Divide", "ForwardResult", "Growth", "OperatorCost", "OptimizerSpec", "ParameterDims", "ParameterSpec", "PhaseCost", "Profile",
-    "ProfileDatabase", "Segment", "SegmentCost", "Trace", "measure_blocks", "plain_tensors", "precision_key",
+    "ProfileDatabase", "Segment", "SegmentCost", "Trace", "fused", "measure_blocks", "plain_tensors", "precision_key",
     "profile_model", "repeated_blocks",
 ]  # fmt: skip

@@ -33,12 +33,12 @@ class Divisible(NamedTuple):
     """The divisible parts of one stretch.
 
     Attributes:
-        dims: dim of each parameter that tensor parallelism divides, by name relative to the block, or full
-            outside blocks.
+        parameters: fields of the :class:`~atorch_ns.profile.ParameterSpec` of each parameter that tensor
+            parallelism divides, by name relative to the block, or full outside blocks.
         fields: fields of :class:`~atorch_ns.profile.Segment`, by name.
     """
 
-    dims: Mapping[str, int]
+    parameters: Mapping[str, Mapping[str, Any]]
     fields: Mapping[str, Any]
 
 
@@ -60,17 +60,21 @@ def kinds_of(step: RecordedStep, segment_of: Sequence[int], firsts: Sequence[int
     attentions = per_stretch(_count_attentions(step))
     fused = _fused_attentions(step, segment_of)
     inside = tuple({f"{call.block}." for call in step.occurrences if call.block})  # prefixes of parameters
+    specs = {
+        name: {"tensor_dim": dim, "is_vocabulary": name in step.parameters.ends}
+        for name, dim in step.parameters.dims.items()
+    }
     parts = []
     for number, first in enumerate(firsts):
         block = step.occurrences[first].block
         if block:
-            dims = {
-                name.removeprefix(f"{block}."): dim
-                for name, dim in step.dims.items()
+            parameters = {
+                name.removeprefix(f"{block}."): spec
+                for name, spec in specs.items()
                 if name.startswith(f"{block}.")
             }
         else:
-            dims = {name: dim for name, dim in step.dims.items() if not name.startswith(inside)}
+            parameters = {name: spec for name, spec in specs.items() if not name.startswith(inside)}
         fields = {
             "num_columns": columns[number],
             "num_rows": rows[number],
@@ -83,7 +87,7 @@ def kinds_of(step: RecordedStep, segment_of: Sequence[int], firsts: Sequence[int
             "num_queries": max((call.num_queries for call in fused[number]), default=0),
             "is_causal": any(call.is_causal for call in fused[number]),
         }
-        parts.append(Divisible(dims, fields))
+        parts.append(Divisible(parameters, fields))
     return parts
 
 
@@ -96,11 +100,21 @@ def _fused_attentions(step: RecordedStep, segment_of: Sequence[int]) -> dict[int
 
 
 def _count_attentions(step: RecordedStep) -> dict[int, int]:
-    forward = [
-        (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
-    ]
-    fused = Counter(phase for phase, name in forward if is_attention(name))
-    return fused or Counter(phase for phase, name in forward if name == _SOFTMAX)  # attention written out
+    recording = step.recording
+    forward = [(event, phase) for event, phase in recording.operators() if phase % 2 == 0]
+    fused = Counter(phase for event, phase in forward if is_attention(recording.labels[event]))
+    if fused:
+        return fused
+    # Attention written out: the softmax of a product of activations. A router's is of a product with weights.
+    weights = {-1 - number for number in range(len(step.names))} | recording.casts
+    scores: set[int] = set()
+    counts = Counter[int]()
+    for event, phase in forward:
+        reads = recording.reads[event]
+        if weights.isdisjoint(reads) if recording.sizes[event] else not scores.isdisjoint(reads):
+            scores.update(recording.writes[event])
+            counts[phase] += recording.labels[event] == _SOFTMAX
+    return counts
 
 
 _FAR = 8

@@ -117,13 +117,12 @@ def unfold(
 
 def _mark_divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
     specs = []
-    layers: set[str] = set()  # of experts
+    layers = {_expert_layer(spec, num_experts) for spec in segment.parameters} - {None}  # of experts
     for spec in segment.parameters:
-        layer = _expert_layer(spec, num_experts)
-        if layer is not None:
-            layers.add(layer)
-        dim = kind.dims.get(spec.name, kind.dims.get(spec.tied_to or ""))
-        specs.append(replace(spec, tensor_dim=dim, is_expert=layer is not None))
+        is_bias = spec.shape[:1] == (num_experts,) and spec.name.rpartition(".")[0] in layers
+        is_expert = is_bias or _expert_layer(spec, num_experts) is not None
+        fields = kind.parameters.get(spec.name, kind.parameters.get(spec.tied_to or "", {}))
+        specs.append(replace(spec, is_expert=is_expert, **fields))
     return replace(segment, parameters=tuple(specs), num_routed=len(layers), **kind.fields)
 
 

@@ -270,6 +270,7 @@ class ParameterSpec:
         trainable: whether it requires a gradient.
         tied_to: full path of the parameter that this is another name of; such a one takes no memory.
         tensor_dim: the dim along which tensor parallelism divides it; ``None`` for one that stays whole.
+        is_vocabulary: whether it is divided as part of a token embedding or a head, whose results are whole.
         is_expert: whether it belongs to experts, which expert parallelism divides along dim 0 or one by one.
     """
 
@@ -279,6 +280,7 @@ class ParameterSpec:
     trainable: bool = True
     tied_to: str | None = None
     tensor_dim: int | None = None
+    is_vocabulary: bool = False
     is_expert: bool = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +43,8 @@ from atorch_ns.profile.segments import DifferentEventsError, segments_of
 from atorch_ns.profile.trace import Growth, Segment, Trace
 from atorch_ns.text import error_line
 
+_log = logging.getLogger(__name__)
+
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193)
 
 
@@ -80,7 +83,7 @@ class TraceFallbacks:
         self._precisions = precisions
         self._device = device
         self._divide = divide
-        self._dims: dict[tuple[str, ...], tuple[ParameterDims, list[str]]] = {}  # by what is shortened
+        self._dims: dict[tuple[str, ...], ParameterDims] = {}  # by what is shortened
 
     def best(self, sequence: bool) -> Traced:
         """The first attempt that works.
@@ -130,22 +133,22 @@ class TraceFallbacks:
                 steps[precision.key] = record(precision)
             except Exception as error:
                 notes.append(f"The model does not run in {precision.key}: {error_line(error)}.")
-        dims, reasons = self._find_dims(containers)  # last, as it needs a model that runs
-        parts = {key: [step.with_division(dims), *rest] for key, (step, *rest) in steps.items()}
+        parts, reasons = self._with_division(steps, containers)  # last, as it needs a model that runs
         return parts, (*notes, *reasons)
 
-    def _find_dims(self, containers: Mapping[str, Container]) -> tuple[ParameterDims, list[str]]:
+    def _with_division(
+        self, steps: dict[str, list[RecordedStep]], containers: Mapping[str, Container]
+    ) -> tuple[dict[str, list[RecordedStep]], list[str]]:
         subject, key = self._subject, tuple(containers)
-        if key not in self._dims:  # names do not depend on sizes or precisions
-            try:
-                model = subject.model
-                if containers:
-                    model = copy_structure(model, lambda _, tensor: tensor.detach(), containers)
-                self._dims[key] = self._divide(model, subject.batch, call_alone(subject.forward_loss)), []
-            except Exception as error:  # whatever the user's code raises
-                note = f"Tensor parallelism is taken to divide nothing: {error_line(error)}."
-                self._dims[key] = ParameterDims(), [note]
-        return self._dims[key]
+        try:
+            if key not in self._dims:  # names do not depend on sizes or precisions
+                model = copy_structure(subject.model, lambda _, tensor: tensor.detach(), containers)
+                self._dims[key] = self._divide(model, subject.batch, call_alone(subject.forward_loss))
+            dims = self._dims[key]
+            return {name: [step.with_division(dims), *rest] for name, (step, *rest) in steps.items()}, []
+        except Exception as error:  # the steps have costs without it too
+            _log.debug("the division cannot be followed", exc_info=True)
+            return steps, [f"Tensor parallelism is taken to divide nothing: {error_line(error)}."]
 
     def _with_lengths(self, outcome: Traced, is_short: bool, num_samples: int, sequence: bool) -> Traced:
         lengths = self._sequence_lengths(3)
@@ -162,7 +165,7 @@ class TraceFallbacks:
         if count == 1:
             return (tokens,)
         # Shorter ones, since no model runs more tokens than the user gave it. Few tokens have no quarter.
-        return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens + 1, tokens + 2)
+        return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens - 1, tokens - 2)
 
     def _trace_real_steps(self, reason: Exception) -> Traced:
         subject = self._subject

@@ -231,9 +231,8 @@ class TrainingReport:
         Raises:
             InputError: without steps, or with one that is not a positive time.
         """
-        return replace(
-            self, actual=Actual(step_seconds=tuple(map(float, step_seconds)), peak_bytes=peak_bytes)
-        )
+        actual = Actual(step_seconds=tuple(map(float, step_seconds)), peak_bytes=peak_bytes)
+        return replace(self, actual=actual)
 
     @property
     def actual_info(self) -> ActualInfo | None:

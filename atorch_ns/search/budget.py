@@ -123,9 +123,8 @@ class TimeBudget:
 
     def affords(self, candidate: Candidate, usual_cost: float) -> bool:
         """Returns whether a trial and the steps after the winner's choice are expected to end in time."""
-        after = self._num_after * max(
-            usual_cost, LEAST_TRIAL_S
-        )  # which many refusals make cheap, and what follows runs whole
+        # Many refusals make the usual trial cheap, but what follows runs whole.
+        after = self._num_after * max(usual_cost, LEAST_TRIAL_S)
         return usual_cost + after + candidate.setup_seconds <= self.left
 
     def rule(self, best: RankedCandidate | None, predicted_seconds: float, *, times: bool) -> StopRule:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import numpy as np
-
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.outcome import Row, SearchOutcome, SearchSetting, SingleProcess
@@ -112,34 +110,28 @@ def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
         entry = knowledge.ledger.get(candidate.key)
         fate, reason = reasons.of(index)
         is_corrected = has_trials and candidate.estimate is not None
-        rows.append(
-            Row(
-                candidate=candidate,
-                fate=fate,
-                reason=reason,
-                trial=entry.merged if entry is not None else None,
-                trial_number=entry.number if entry is not None else 0,
-                corrected_seconds=math.exp(knowledge.seconds.mean[index]) if is_corrected else None,
-                corrected_bytes=max(0.0, math.exp(sizes.mean[index]) - knowledge.unpredicted_bytes)
-                if is_corrected and sizes is not None
-                else None,
-            )
+        row = Row(
+            candidate=candidate,
+            fate=fate,
+            reason=reason,
+            trial=entry.merged if entry is not None else None,
+            trial_number=entry.number if entry is not None else 0,
+            corrected_seconds=math.exp(knowledge.seconds.mean[index]) if is_corrected else None,
+            corrected_bytes=max(0.0, math.exp(sizes.mean[index]) - knowledge.unpredicted_bytes)
+            if is_corrected and sizes is not None
+            else None,
         )
+        rows.append(row)
     return rows
 
 
 def _row_order(row: Row) -> tuple[float | str, ...]:
-    seconds = row.corrected_seconds  # measured where it can be, else corrected, else predicted
+    candidate, seconds = row.candidate, row.corrected_seconds  # measured, else corrected, else predicted
     if row.trial is not None and row.trial.succeeded:
         seconds = row.trial.median_seconds
     elif seconds is None:
-        seconds = row.candidate.predicted_seconds
-    return (
-        ORDER[row.fate],
-        math.inf if seconds is None else seconds,
-        len(row.candidate.steps),
-        row.candidate.key,
-    )
+        seconds = candidate.predicted_seconds
+    return (ORDER[row.fate], math.inf if seconds is None else seconds, len(candidate.steps), candidate.key)
 
 
 def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -153,7 +145,7 @@ def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
         if row.fate in ("won", "lost", "untried") and (figures := _seconds_and_bytes(row)) is not None
     ]
     front: list[str] = []
-    least = np.inf
+    least = math.inf
     for _, memory, key in sorted(points):
         if memory < least:  # less than all faster rows need
             front.append(key)

@@ -71,13 +71,12 @@ class Knowledge:
     @functools.cached_property
     def open(self) -> list[int]:
         """Indices of candidates that may still be tried."""
-        return [
-            index
-            for index, candidate in enumerate(self.candidates)
-            if candidate.pruned is None
-            and candidate.key not in self.learned
-            and not self.ledger.judged(candidate.key)
-        ]
+        return [index for index, candidate in self._open_trials if candidate.key not in self.learned]
+
+    @property
+    def _open_trials(self) -> list[tuple[int, Candidate]]:
+        entries = enumerate(self.candidates)
+        return [(at, each) for at, each in entries if not (each.pruned or self.ledger.judged(each.key))]
 
     @functools.cached_property
     def posterior(self) -> Posterior:
@@ -124,11 +123,8 @@ class Knowledge:
     @functools.cached_property
     def beside(self) -> BesideTensors | None:
         """Memory that the trials so far needed beside tensors; ``None`` if none has measured it."""
-        amounts = sorted(
-            entry.merged.beside_bytes
-            for _, _, entry in self._ok_entries()
-            if entry.merged.beside_bytes is not None
-        )
+        sizes = [entry.merged.beside_bytes for _, _, entry in self._ok_entries()]
+        amounts = sorted(size for size in sizes if size is not None)
         if not amounts:
             return None
         return BesideTensors(amounts[0], round(statistics.median(amounts)), amounts[-1], len(amounts))
@@ -136,11 +132,8 @@ class Knowledge:
     @functools.cached_property
     def _predicted_beside(self) -> float:  # nothing on CPUs
         estimates = [entry.estimate for entry in self.candidates if entry.estimate is not None]
-        return (
-            statistics.median(entry.peak_bytes - entry.allocated_bytes for entry in estimates)
-            if estimates
-            else 0.0
-        )
+        sizes = [estimate.peak_bytes - estimate.allocated_bytes for estimate in estimates]
+        return statistics.median(sizes) if sizes else 0.0
 
     @property
     def unpredicted_bytes(self) -> float:
@@ -174,15 +167,12 @@ class Knowledge:
             if end.succeeded:
                 ran.update(candidate.refusal_keys)  # refusals by the same keys are disregarded
             elif end.status == "refused":
+                reason = f"{end.refused_by} refuses it, as it refused {candidate.label}: {end.reason}"
                 for key in candidate.refusal_keys:
                     if key[0] == end.refused_by:  # other methods have not refused
-                        refusals.setdefault(
-                            key, f"{key[0]} refuses it, as it refused {candidate.label}: {end.reason}"
-                        )
+                        refusals.setdefault(key, reason)
         matches: dict[str, str] = {}
-        for candidate in self.candidates:
-            if candidate.pruned is not None or self.ledger.judged(candidate.key):
-                continue
+        for _, candidate in self._open_trials:
             reasons = [refusals[key] for key in candidate.refusal_keys if key in refusals and key not in ran]
             if reasons:
                 matches[candidate.key] = reasons[0]
@@ -192,23 +182,14 @@ class Knowledge:
     def too_large(self) -> dict[str, str]:
         """Candidates, with reasons, that would run out of memory as another one did."""
         # If tensors of this size fitted elsewhere, a candidate ran out for another reason, such as planning.
-        ran = max(
-            (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._ok_entries()), default=0.0
-        )
-        failures = [
-            candidate
-            for candidate in self.candidates
-            if candidate.key in self.short_of_memory and ABOUT * (candidate.predicted_bytes or 0.0) > ran
-        ]
+        ran = max((candidate.predicted_bytes or 0.0 for _, candidate, _ in self._ok_entries()), default=0.0)
+        failures = [candidate for candidate in self.candidates if candidate.key in self.short_of_memory]
+        failures = [candidate for candidate in failures if ABOUT * (candidate.predicted_bytes or 0.0) > ran]
         least = min(failures, key=lambda candidate: candidate.predicted_bytes or math.inf, default=None)
         least_bytes = math.inf if least is None else least.predicted_bytes or math.inf
         reasons: dict[str, str] = {}
-        for index, candidate in enumerate(self.candidates):
-            if (
-                candidate.pruned is not None
-                or self.ledger.judged(candidate.key)
-                or candidate.estimate is None
-            ):
+        for index, candidate in self._open_trials:
+            if candidate.estimate is None:
                 continue
             if least is not None and candidate.estimate.peak_bytes >= ABOUT * least_bytes:
                 reasons[candidate.key] = (
@@ -326,12 +307,8 @@ class Knowledge:
 
     @functools.cached_property
     def _memory_shares(self) -> np.ndarray:
-        parts = np.asarray(
-            [
-                candidate.estimate.memory if candidate.estimate else [0.0] * len(MemoryParts._fields)
-                for candidate in self.candidates
-            ]
-        )
+        nothing = [0.0] * len(MemoryParts._fields)
+        parts = np.asarray([each.estimate.memory if each.estimate else nothing for each in self.candidates])
         total = np.maximum(parts.sum(axis=1, keepdims=True), 1.0)
         shares: np.ndarray = parts / total
         shares -= shares.mean(axis=0)  # the mean is in the common factor

@@ -171,11 +171,7 @@ def prefer(
     assert best.estimate is not None
     intervals, shortest = best.estimate.intervals, best.estimate.step_seconds
     margins = {candidate.key: unsure_gain(candidate.steps, best.steps, intervals) for candidate in usable}
-    near = [
-        candidate
-        for candidate in usable
-        if (candidate.predicted_seconds or math.inf) <= shortest * margins[candidate.key]
-    ]
+    near = [each for each in usable if (each.predicted_seconds or math.inf) <= shortest * margins[each.key]]
     names = frozenset(plain)
     simplest = min(near, key=lambda candidate: _predicted_complexity(candidate, names))
     reasons = [] if best is first else [_sure_reason(simplest, first, limit_bytes)]
@@ -202,11 +198,8 @@ def unsure_gain(steps: Steps, other: Steps, intervals: Intervals) -> float:
 
 def fits_surely(candidate: Candidate, limit_bytes: int) -> bool:
     """Returns whether the whole interval of its memory is within the limit."""
-    return (
-        not limit_bytes
-        or candidate.estimate is None
-        or candidate.estimate.peak_bytes_interval[1] <= limit_bytes
-    )
+    estimate = candidate.estimate
+    return not limit_bytes or estimate is None or estimate.peak_bytes_interval[1] <= limit_bytes
 
 
 def _sure_reason(choice: Candidate, first: Candidate, limit_bytes: int) -> str:

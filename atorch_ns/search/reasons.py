@@ -152,10 +152,9 @@ class Reasons:
         ranking = self._knowledge.ranked
         if ranking[0].candidate.key != entry.candidate.key:  # chosen as simpler, or as the baseline
             better = ranking[0]
-            why = f"this one {self._why_preferred(entry)}"
             return (
                 f"{text}; {better.candidate.label} ({self._value_text(better)}) is not better beyond the noise, "
-                f"and {why}"
+                f"and this one {self._why_preferred(entry)}"
             )
         plain = next((other for other in ranking if other.candidate.is_baseline), None)
         if plain is not None and plain is not entry:
@@ -188,9 +187,9 @@ class Reasons:
         return time_against(ratio)
 
     def _chosen_unmeasured(self, candidate: Candidate, reason: str) -> str:
-        figures = ""
-        if candidate.estimate is not None:
-            figures = f"; predicted {_predicted_text(candidate.estimate)}"
+        figures = (
+            f"; predicted {_predicted_text(candidate.estimate)}" if candidate.estimate is not None else ""
+        )
         what = "it is predicted to be the best that fits"
         if candidate.is_baseline or reason:
             what = (
@@ -230,10 +229,8 @@ class Reasons:
             return f"predicted {_predicted_text(candidate.estimate)}; {note}"
         posterior = self._knowledge.posterior
         seconds = math.exp(posterior.mean[index])
-        against = (
-            f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against "
-            f"{seconds_text(self._winner.value)}"
-        )
+        best = seconds_text(self._winner.value)
+        against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {best}"
         return f"predicted to {time_against(seconds / self._winner.value, take='take', be='be')} ({against}); {note}"
 
     def _value_text(self, entry: RankedCandidate) -> str:

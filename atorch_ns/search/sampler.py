@@ -98,9 +98,7 @@ class OptunaSampler:
         settings = [named_features(entry) for entry in knowledge.candidates]
         names = sorted(set().union(*settings))
         domain = optuna.distributions.CategoricalDistribution((ABSENT, "on"))
-        space = {
-            name: domain for name in names if 0 < sum(name in entry for entry in settings) < len(settings)
-        }
+        space = {name: domain for name in names if 0 < sum(name in each for each in settings) < len(settings)}
         # In the candidates' order, not that of the trials: the same trials give the same proposal.
         study = self._create_study(len(knowledge.ranked))
         index_of = {entry.key: index for index, entry in enumerate(knowledge.candidates)}

@@ -80,9 +80,8 @@ class Search:
         self.setting = setting
         self.settings = settings
         self.candidates = tuple(candidates)
-        self._budget = TimeBudget(
-            setting, settings, clock, any(candidate.fits_alone for candidate in self.candidates)
-        )
+        has_single = any(candidate.fits_alone for candidate in self.candidates)
+        self._budget = TimeBudget(setting, settings, clock, has_single)
         self._hint = known
         self._recorder = recorder
         self._sampler = make_sampler(settings)
@@ -224,12 +223,8 @@ class Search:
         return f"the time limit of {self.settings.time_limit_s:g} s allowed {trials}"
 
     def _all_tried(self) -> str:
-        pruned_keys = {
-            candidate.key
-            for candidate in self.candidates
-            if candidate.pruned is not None and candidate.pruned.kind == "memory"
-        }
-        short = pruned_keys | self._knowledge.too_large.keys()
+        is_pruned = any(each.pruned is not None and each.pruned.kind == "memory" for each in self.candidates)
+        short = is_pruned or self._knowledge.too_large
         if len(self._ledger):
             return f"every candidate{' that may fit in memory' if short else ''} was tried"
         return "no candidate fits in memory" if short else "no candidate could be tried"
@@ -301,9 +296,8 @@ class Search:
             if unclear:  # noise alone keeps a clearly slower one as its equal
                 return [winner.candidate.key, best.candidate.key]
             within = best.value * (1 + NEAR_WITHIN)
-            return [
-                entry.candidate.key for entry in others if entry.num_trials == 1 and entry.value <= within
-            ][:1]
+            rivals = [entry for entry in others if entry.num_trials == 1 and entry.value <= within]
+            return [entry.candidate.key for entry in rivals[:1]]
         near = []
         for entry in others:
             within = CONFIRM_PLAIN_WITHIN if entry.candidate.is_baseline else CONFIRM_WITHIN
@@ -320,28 +314,20 @@ class Search:
         if winner is None or not self._objective.counts_time:
             return []
         precision = winner.candidate.precision
-        return [
-            candidate
-            for candidate in self.candidates
-            if candidate.is_plain and candidate.precision == precision
-        ]
+        return [each for each in self.candidates if each.is_plain and each.precision == precision]
 
     def _plain_rival(self) -> list[str]:
         # Without a plain strategy in the winner's precision, the winner's gain would be a prediction.
         plain = self._plain_candidates()
-        open_ = [
-            candidate.key for candidate in plain if self.candidates.index(candidate) in self._knowledge.open
-        ]
+        open_ = [each.key for each in plain if self.candidates.index(each) in self._knowledge.open]
         return [] if any(self._ledger.judged(candidate.key) for candidate in plain) else open_[:1]
 
     # ---- tasks
 
     def _single_process_task(self, winner: RankedCandidate) -> TrialTask | None:
         # Several processes may be no faster than one, which runs a plain strategy as far as it applies there.
-        candidate, plain = (
-            winner.candidate,
-            [candidate for candidate in self._plain_candidates() if candidate.fits_alone],
-        )
+        candidate = winner.candidate
+        plain = [each for each in self._plain_candidates() if each.fits_alone]
         if candidate.key in self._ledger.singles or not plain:
             return None
         deadline_s = self._budget.single_deadline(self._budget.usual_cost(self._by_key, self._ledger))
@@ -372,10 +358,5 @@ class Search:
         )
 
     def _build_knowledge(self) -> Knowledge:
-        return Knowledge(
-            self.candidates,
-            self._features,
-            self._ledger,
-            self._objective,
-            limit_bytes=self.setting.memory_limit_bytes,
-        )
+        limit = self.setting.memory_limit_bytes
+        return Knowledge(self.candidates, self._features, self._ledger, self._objective, limit_bytes=limit)

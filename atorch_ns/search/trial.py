@@ -173,10 +173,8 @@ NOT_ITS_FAULT = ("died", "cancelled")  # ends that are held against a candidate 
 
 def _max_per_rank(trials: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     # Of trials that measured as many ranks as the last.
-    return tuple(
-        max(ranks)
-        for ranks in zip(*(trial for trial in trials if len(trial) == len(trials[-1])), strict=True)
-    )
+    alike = [trial for trial in trials if len(trial) == len(trials[-1])]
+    return tuple(max(ranks) for ranks in zip(*alike, strict=True))
 
 
 @dataclass
@@ -239,10 +237,8 @@ class Ledger:
 
     def add(self, key: str, outcome: TrialOutcome, *, resumed: bool = False) -> None:
         """Adds the outcome of a trial."""
-        if resumed:
-            self.num_resumed += 1
-        else:
-            self.num_run += 1
+        self.num_resumed += resumed
+        self.num_run += not resumed
         entry = self._entries.setdefault(key, CandidateTrials(self.num_run + self.num_resumed))
         entry.resumed += resumed
         (entry.lost if outcome.status in NOT_ITS_FAULT else entry.outcomes).append(outcome)

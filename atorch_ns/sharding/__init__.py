@@ -7,7 +7,7 @@ from atorch_ns.sharding.expert.check import why_not_answerable, why_not_dividabl
 from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts, UnfitExperts, find_experts
 from atorch_ns.sharding.expert.fused import divide_experts
 from atorch_ns.sharding.expert.list import divide_expert_list
-from atorch_ns.sharding.rank_context import TensorGroup
+from atorch_ns.sharding.rank_context import TensorGroup, unit_dim
 from atorch_ns.sharding.sequence.block_chain import BlockChain
 from atorch_ns.sharding.sequence.find_chains import Links, join_at_first_call, join_blocks
 from atorch_ns.sharding.sequence.plan import SequenceSettings
@@ -32,5 +32,5 @@ __all__ = [
     "TensorGroup", "TensorPlan", "UnfitExperts", "choose_plan", "compare_losses", "divide", "divide_expert_list",
     "divide_experts", "divide_parameters", "find_dims", "find_experts", "join_at_first_call", "join_blocks",
     "kind_of", "parameter_dims", "study_links", "study_logits", "study_tail", "style_named", "trace_layers",
-    "traced_gather", "traced_scatter", "why_not_answerable", "why_not_dividable",
+    "traced_gather", "traced_scatter", "unit_dim", "why_not_answerable", "why_not_dividable",
 ]  # fmt: skip

@@ -1,12 +1,13 @@
-"""Rank context of divided layers: the tensor group, its regions, and random numbers of each rank's own."""
+"""Rank context of divided layers: the tensor group, its regions, a rank's parts, and its own random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -35,6 +36,21 @@ Gather = Callable[[torch.Tensor, int, ProcessGroup], torch.Tensor]
 _REGION_STRIDE = 7_919  # between the seeds of two ranks in a region; a prime
 
 _SEEDS = 2**62  # seeds of RankRandomness are below it: with a rank added they stay in int64
+
+
+def unit_dim(
+    shape: Sequence[int], ranks: int | np.ndarray, *, is_divided: bool | np.ndarray = False
+) -> np.ndarray:
+    """The dimension along which ``fully_shard`` divides a parameter of a unit, for each number of ranks.
+
+    It is the first, unless rows would leave ranks with nothing or are divided already, as those of experts
+    over their axis. Then it is another one that divides evenly, if there is one.
+    """
+    if len(shape) < 2:
+        return np.zeros_like(ranks)
+    is_even = [np.asarray((np.remainder(size, ranks) == 0) & (size > 0)) for size in shape[1:]]
+    other = np.select(is_even, list(range(1, len(shape))))
+    return np.where((shape[0] >= np.asarray(ranks)) & np.logical_not(is_divided), 0, other)
 
 
 def local_part(parameter: Any) -> torch.Tensor:

@@ -46,11 +46,11 @@ def diff(before: Strategy, after: Strategy) -> StrategyDiff:
     old = {step.name: step for step in before}
     new = {step.name: step for step in after}
     common = [name for name in before.names if name in new]
-    differences = [item for name in common for item in _step_differences(old[name], new[name])]
+
     return StrategyDiff(
         added=tuple(step for step in after if step.name not in old),
         removed=tuple(step for step in before if step.name not in new),
-        changed=tuple(differences),
+        changed=tuple(item for name in common for item in _step_differences(old[name], new[name])),
         reordered=common != [name for name in after.names if name in old],
     )
 

@@ -71,8 +71,7 @@ class Requires:
 
     def as_json(self) -> dict[str, JSON]:
         """The known fields."""
-        fields: dict[str, JSON] = {"world_size": self.world_size, "device": self.device, "torch": self.torch}
-        return {name: value for name, value in fields.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -91,9 +90,8 @@ def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise StrategyFileError("no such strategy file", source=str(path)) from None
     except OSError as error:
-        raise StrategyFileError(
-            f"cannot read the strategy file: {error.strerror or error}", source=str(path)
-        ) from error
+        reason = f"cannot read the strategy file: {error.strerror or error}"
+        raise StrategyFileError(reason, source=str(path)) from error
     return read_strategy_bytes(content, name=str(file_path))
 
 
@@ -150,10 +148,8 @@ def _parse_content(content: bytes, name: str) -> Any:
         return yaml.safe_load(text) if as_yaml else json.loads(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "YAML" if as_yaml else "JSON"
-        reason = " ".join(str(error).split())
-        raise StrategyFileError(
-            f"not readable as {kind}, truncated or damaged: {reason}", source=name
-        ) from error
+        reason = f"not readable as {kind}, truncated or damaged: {' '.join(str(error).split())}"
+        raise StrategyFileError(reason, source=name) from error
 
 
 def _expand_entries(items: list[Any]) -> list[Any]:

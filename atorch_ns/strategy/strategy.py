@@ -110,15 +110,11 @@ def _step_from(entry: Any) -> Step:
             )
         return _make_step(entry["name"], entry.get("config"))
     if isinstance(entry, Sequence):
-        return _step_from_sequence(entry)
+        # ATorch writes (name, config, tunable). The search decides what may be tuned: the third is dropped.
+        if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
+            return _make_step(entry[0], entry[1] if len(entry) > 1 else None)
+        raise _EntryError(f"is {clip_text(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
     raise _EntryError(f"is {clip_text(repr(entry), 60)}, {with_article(entry)}; write {ACCEPTED}")
-
-
-def _step_from_sequence(entry: Sequence[Any]) -> Step:
-    # ATorch writes (name, config, tunable). The search decides what may be tuned: the third item is dropped.
-    if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
-        return _make_step(entry[0], entry[1] if len(entry) > 1 else None)
-    raise _EntryError(f"is {clip_text(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
 
 
 def _make_step(name: Any, config: Any) -> Step:
@@ -227,7 +223,8 @@ class Strategy:
         if isinstance(source, (str, PathLike)):
             return cls._from_document(read_strategy_path(source))
         if isinstance(source, Mapping):
-            return cls._from_document(read_strategy_bytes(_json_bytes(source), name="the given mapping"))
+            content = json.dumps(canonical(source)).encode()
+            return cls._from_document(read_strategy_bytes(content, name="the given mapping"))
         if isinstance(source, Iterable):
             return cls(source)
         raise StrategyError(
@@ -259,7 +256,3 @@ class Strategy:
             "steps": [{"name": step.name, "config": step.config} for step in self.steps],
             "provenance": self.provenance,
         }
-
-
-def _json_bytes(source: Mapping[Any, Any]) -> bytes:
-    return json.dumps(canonical(source)).encode()

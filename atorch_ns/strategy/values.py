@@ -33,10 +33,10 @@ def canonical(value: Any) -> JSON:
     """
     if isinstance(value, enum.Enum):  # before int and str, which members may be
         return value.name
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UnwritableValueError(f"{value} is not a finite number")
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, float):
-        return _check_finite(value)
     if isinstance(value, Mapping):
         return _canonical_mapping(value)
     if isinstance(value, (list, tuple)):
@@ -63,12 +63,6 @@ def qualified_name(thing: type | Any) -> str:
             f"{name or thing!r} cannot be named in a strategy file; use a function defined at module level"
         )
     return f"{thing.__module__}.{name}"
-
-
-def _check_finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise UnwritableValueError(f"{value} is not a finite number")
-    return value
 
 
 def _canonical_mapping(value: Mapping[Any, Any]) -> dict[str, JSON]:
@@ -104,15 +98,11 @@ def _canonical_object(value: Any) -> JSON:
 def _canonical_foreign(value: Any) -> JSON:
     # Recognised by names and shape, so that torch, numpy and pydantic are not imported here.
     kind = type(value)
-    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
-    if kind.__module__ == "torch" and kind.__name__ == "device":
-        return str(value)
     if kind.__name__ == "ModuleWrapPolicy":  # of torch's FSDP
-        return {
-            "function": qualified_name(kind),
-            "arguments": {"module_classes": canonical(frozenset(value._module_classes))},
-        }
+        classes = canonical(frozenset(value._module_classes))
+        return {"function": qualified_name(kind), "arguments": {"module_classes": classes}}
     if hasattr(value, "model_dump"):
         return canonical(value.model_dump(mode="json", exclude_unset=True))
     if kind.__module__.startswith("numpy") and getattr(value, "ndim", None) == 0:

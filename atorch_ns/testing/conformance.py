@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from atorch_ns.api import auto_accelerate
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
-from atorch_ns.method import Chosen, Method, MethodConfig, Registry, load_registry, resolve
+from atorch_ns.method import Chosen, Method, MethodConfig, load_registry, resolve
 from atorch_ns.method.method import fit_config
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan, Strategy
@@ -59,14 +59,10 @@ def nothing_changes() -> Iterator[None]:
     assert not changes, f"changed: {', '.join(changes)}"
 
 
-def _numpy_state() -> str:
-    return repr(np.random.get_state(legacy=False))  # too few items for numpy to shorten
-
-
 _READERS: Mapping[str, Callable[[], Any]] = {
     "the random state of torch": lambda: torch.get_rng_state().tolist(),
     "the random state of Python": random.getstate,
-    "the random state of numpy": _numpy_state,
+    "the random state of numpy": lambda: repr(np.random.get_state(legacy=False)),  # too few items to shorten
     "torch's default dtype": torch.get_default_dtype,
     "torch's number of threads": torch.get_num_threads,
     "grad mode": torch.is_grad_enabled,
@@ -179,7 +175,7 @@ class MethodConformance:
         profile = Profile.of(get_case(self.cases[0]).build())
         try:
             strategy = Strategy([*self.partners, (self.method.name, config)])
-            resolve(strategy, self._make_cluster(), self._method_registry(), profile=profile)
+            resolve(strategy, self._make_cluster(), load_registry(), profile=profile)
         except StrategyError as error:
             keys = {(problem.method, problem.key) for problem in error.problems}
             assert (self.method.name, key) in keys, f"{config!r}: the refusal blames {keys}"
@@ -301,9 +297,6 @@ class MethodConformance:
         assert text.strip(), "the report does not mention the method"
 
     # ---- helpers
-
-    def _method_registry(self) -> Registry:
-        return load_registry()
 
     def _make_cluster(self) -> Cluster:
         cluster = Cluster.detect()

@@ -65,15 +65,10 @@ def make_gpt2(**settings: Any) -> nn.Module:
     """Two layers, four heads, tied weights, no dropout; ``settings`` (``hidden_size`` …) replace these."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {
-        **_SIZES,
-        **_TOKENS,
-        "n_inner": _SIZES["intermediate_size"],
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {**_SIZES, "n_inner": _SIZES["intermediate_size"]}
+    tokens = {**_TOKENS, "bos_token_id": 0, "eos_token_id": 0}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropout, **settings}))
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **tokens, **dropout, **settings}))
 
 
 def make_bert() -> nn.Module:
@@ -234,8 +229,8 @@ def _make_case(
     make_batch: Callable[[int, int], Any],
     loss_func: Callable[[Any, Any], Tensor],
     *,
-    model_input_format: str | None,
     block: str,
+    model_input_format: str | None = "unpack_dict",
 ) -> Case:
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):  # the caller's state stays
@@ -258,50 +253,18 @@ _CASES: Final = (
         ResidualMlp,
         _make_features,
         _squared_error,
-        model_input_format="unpack_sequence",
         block="ResidualBlock",
+        model_input_format="unpack_sequence",
     ),
     _make_case(
         "tied_llama", TiedLlama, _make_tokens, _next_token_loss, model_input_format=None, block="DecoderBlock"
     ),
-    _make_case(
-        "hf_llama",
-        make_llama,
-        _token_dict,
-        _hf_loss,
-        model_input_format="unpack_dict",
-        block="LlamaDecoderLayer",
-    ),
-    _make_case(
-        "hf_gpt2", make_gpt2, _token_dict, _hf_loss, model_input_format="unpack_dict", block="GPT2Block"
-    ),
-    _make_case(
-        "hf_bert",
-        make_bert,
-        _masked_tokens,
-        _hf_label_loss,
-        model_input_format="unpack_dict",
-        block="BertLayer",
-    ),
-    _make_case(
-        "hf_vit", make_vit, _make_images, _hf_label_loss, model_input_format="unpack_dict", block="ViTLayer"
-    ),
-    _make_case(
-        "hf_mixtral",
-        make_mixtral,
-        _token_dict,
-        _hf_loss,
-        model_input_format="unpack_dict",
-        block="MixtralDecoderLayer",
-    ),
-    _make_case(
-        "encoder_decoder",
-        EncoderDecoder,
-        _token_pairs,
-        _pair_loss,
-        model_input_format="unpack_dict",
-        block="CrossBlock",
-    ),
+    _make_case("hf_llama", make_llama, _token_dict, _hf_loss, block="LlamaDecoderLayer"),
+    _make_case("hf_gpt2", make_gpt2, _token_dict, _hf_loss, block="GPT2Block"),
+    _make_case("hf_bert", make_bert, _masked_tokens, _hf_label_loss, block="BertLayer"),
+    _make_case("hf_vit", make_vit, _make_images, _hf_label_loss, block="ViTLayer"),
+    _make_case("hf_mixtral", make_mixtral, _token_dict, _hf_loss, block="MixtralDecoderLayer"),
+    _make_case("encoder_decoder", EncoderDecoder, _token_pairs, _pair_loss, block="CrossBlock"),
 )
 CASES: Final[Mapping[str, Case]] = MappingProxyType({case.name: case for case in _CASES})
 

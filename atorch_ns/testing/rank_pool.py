@@ -103,7 +103,12 @@ def rank_main(
             _set_up_rank(setup, rank)
             report = WorkerReport(value=_pickle_value(fn(*args)))
         except BaseException as error:  # SystemExit too: the report is the only way out of a rank
-            report = _error_report(error)
+            report = WorkerReport(
+                error=_surviving_pickle(error),
+                error_type=type(error).__name__,
+                message=str(error),
+                traceback="".join(traceback.format_exception(error)),
+            )
         sys.stdout.flush()  # os._exit does not flush
         sys.stderr.flush()
         write_whole(files.report, pickle.dumps(report), durable=False)
@@ -166,15 +171,6 @@ def _pickle_value(value: Any) -> bytes:
             "Return CPU tensors (full_tensor() of a DTensor) and plain Python values."
         ) from error
     return data.getvalue()
-
-
-def _error_report(error: BaseException) -> WorkerReport:
-    return WorkerReport(
-        error=_surviving_pickle(error),
-        error_type=type(error).__name__,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
-    )
 
 
 def _surviving_pickle(error: BaseException) -> bytes | None:

@@ -38,6 +38,7 @@ from atorch_ns.torch_compat.distributed import (
     join_fake_group,
     local_box,
     local_grad_scaler,
+    parameters_of,
     pipeline_orders,
     process_groups,
     reduce_after_backward,
@@ -56,14 +57,16 @@ from atorch_ns.torch_compat.divided_tensors import (
     extend_dtensor_operators,
     laid_out,
     observe_gathering,
+    reads_divided_memory,
 )
 from atorch_ns.torch_compat.dtensor_rules import dtensor_rules
 from atorch_ns.torch_compat.fake import (
-    DropoutOfGpus,
+    KernelsOfGpus,
     count_operators,
     exporting_fake_mode,
     fake_tensor_mode,
     fake_tensor_type,
+    fused,
     gpu_described,
     is_transformed,
     is_view,
@@ -97,17 +100,17 @@ from atorch_ns.torch_compat.modules import (
 )
 
 __all__ = [
-    "BACKWARD_FUNCTION", "NO_SECOND_DERIVATIVE", "OPERATOR_CALLS", "CpuMemoryRecord", "DropoutOfGpus", "FlashAttention", "HookTable",
+    "BACKWARD_FUNCTION", "NO_SECOND_DERIVATIVE", "OPERATOR_CALLS", "CpuMemoryRecord", "FlashAttention", "HookTable", "KernelsOfGpus",
     "SetsInside", "TakenHook", "TorchDispatchMode", "accumulate_after_backward", "after_accumulation", "after_backward",
     "before_accumulation", "begin_root", "checkpoint_wrapper", "compile_forward", "compile_records", "count_operators", "default_store",
     "dtensor_rules", "exporting_fake_mode", "extend_dtensor_operators", "fake_tensor_mode", "fake_tensor_type", "flatten_mesh",
-    "found_inf_tensors", "functional_all_gather", "functional_maximum", "functional_reduce_scatter", "gpu_described",
+    "found_inf_tensors", "functional_all_gather", "functional_maximum", "functional_reduce_scatter", "fused", "gpu_described",
     "graph_breaks", "group_named", "group_timeout", "has_gradient_hooks", "has_matrix_tiles", "has_step_hooks",
     "has_user_hooks", "hook_tables", "in_backward", "inner_hooks", "is_stand_in", "is_strided_shard", "is_transformed",
     "is_view", "join_fake_group", "laid_out", "leave_uncompiled", "local_box", "local_grad_scaler",
     "micro_pipelined", "note_inner_hooks", "num_compile_failures", "num_graphs", "observe_gathering", "onednn_block",
-    "onednn_computes_in", "outside_fake_mode", "persistent_buffers", "pipeline_orders", "pipeline_unit", "plain_name",
-    "process_groups", "quiet_fake_kernels", "reduce_after_backward", "reduced_parameters", "refusing_autograd_functions",
+    "onednn_computes_in", "outside_fake_mode", "parameters_of", "persistent_buffers", "pipeline_orders", "pipeline_unit", "plain_name",
+    "process_groups", "quiet_fake_kernels", "reads_divided_memory", "reduce_after_backward", "reduced_parameters", "refusing_autograd_functions",
     "registered_children", "replicate", "sample_size", "send_parts", "share_memory_along", "show_gathered", "show_shards",
     "step_hooks", "stood_for", "take_hooks", "tensor_without_storage", "traced_modules", "unreached_parameters", "unwrap_checkpoint",
     "visit_first", "without_transforms", "zero_redundancy_of_parts",

@@ -415,5 +415,6 @@ def _local_with_grad(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     local = parameter.to_local().detach()  # a leaf, so it can hold a gradient
     grad: Any = parameter.grad
+    local.grad_dtype = grad.dtype  # may be fp32 beside 16 bits
     local.grad = grad.to_local()
     return local

@@ -156,7 +156,8 @@ def observe_gathering(method: Callable[[DeviceMesh], None]) -> None:
 
 
 def _gather_whole(tensor: DTensor) -> torch.Tensor:
-    for reference in _OBSERVERS:  # told before, since the gathering waits for all ranks
+    is_whole = all(kind.is_replicate() for kind in tensor.placements)  # and nothing is sent
+    for reference in () if is_whole else _OBSERVERS:  # told before, since the gathering waits for all ranks
         if (method := reference()) is not None:
             method(tensor.device_mesh)
     return tensor.full_tensor()
@@ -308,6 +309,11 @@ NO_SECOND_DERIVATIVE: Final = (
     "a backward pass with create_graph=True is to be differentiated again, and the exchanges of divided parameters have no "
     "second derivative. Train a loss with a penalty on its gradients under ddp or zero1."
 )
+
+
+def reads_divided_memory(error: RuntimeError) -> bool:
+    """Returns whether torch has refused a pointer to the memory of a divided tensor, which has parts alone."""
+    return "invalid python storage" in str(error)
 
 
 class _DivideGradient(PackageHook):

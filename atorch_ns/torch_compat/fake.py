@@ -14,9 +14,11 @@ from unittest import mock
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch_ns.errors import InputError
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:
@@ -125,9 +127,19 @@ _DROPOUT_OF_HEADS = list(inspect.signature(functional.multi_head_attention_forwa
 )
 
 
-class DropoutOfGpus(TorchFunctionMode):
-    """Runs dropout on a CPU as GPUs do: one operator with a byte mask. It is kept out of fused attention,
-    since the CPU has no such kernel and GPU kernels draw the mask again."""
+_ARGUMENTS = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+)  # of fused attention, by position
+
+
+class KernelsOfGpus(TorchFunctionMode):
+    """Runs dropout as GPUs do, with a byte mask, and none in fused attention, whose kernels draw it again.
+    Attention with values of another width than its queries is one operator; so is what is :func:`fused`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -139,12 +151,68 @@ class DropoutOfGpus(TorchFunctionMode):
             tensor = args[0] if args else options["input"]
             if 0 < p < 1 and len(args) < 3:
                 return torch.native_dropout(tensor, p, True)[0]
-        if func is functional.scaled_dot_product_attention and len(args) < 5:
-            options["dropout_p"] = 0.0
+        if func is functional.scaled_dot_product_attention:
+            options |= {"attn_mask": None, **options, **dict(zip(_ARGUMENTS, args, strict=False))}
+            args, options["dropout_p"] = (), 0.0
+            query, value = options["query"], options["value"]
+            if query.dim() == 4 and query.shape[-1] != value.shape[-1]:  # which the CPU writes out
+                return _run_kernel(**options)
         # Its inner calls do not reach this mode. Without weights it computes fused attention.
         if func is functional.multi_head_attention_forward and not options.get("need_weights", True):
             args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
         return func(*args, **options)
+
+
+def _run_kernel(
+    query: Any, key: Any, value: Any, *, attn_mask: Any, is_causal: bool = False, **_: Any
+) -> Any:
+    """Attention as one operator of fake tensors, with values of any width."""
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # kernels add masks to the scores
+        attn_mask = torch.where(attn_mask, query.new_zeros(()), -torch.inf)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    kernel = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+    return kernel(query, key, value, attn_mask, 0.0, is_causal)[0]
+
+
+_Function = Callable[..., Any]
+
+
+def fused(
+    function: _Function, like: str = "attention", *, is_causal: bool = False, window: int | None = None
+) -> _Function:
+    """Says that a function is one kernel, as which a profile for GPUs counts it. It is called as it is.
+
+    Args:
+        function: ``(queries, keys, values, ...) -> result`` of [B, H, T, E], [B, G, S, E], [B, G, S, F] and
+            [B, H, T, F].
+        like: the kind of kernel, ``"attention"``.
+        is_causal: whether no token sees a later one, unless a call says it by its own keyword ``is_causal``.
+        window: number of keys that a query sees; ``None`` for all.
+
+    Raises:
+        InputError: if ``like`` is another kind.
+    """
+    if like != "attention":
+        raise InputError(
+            f"fused(like={like!r}): only the cost of attention is known without its kernel. Use like='attention', "
+            "or leave fused out: other functions are counted by the operators that they call."
+        )
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        modes = () if torch.compiler.is_compiling() else _get_current_function_mode_stack()
+        if not any(isinstance(mode, KernelsOfGpus) for mode in modes):
+            return function(*args, **kwargs)
+        query, key, value, *others = _pytree.tree_leaves((args, kwargs))
+        # What else is trained, such as sinks, has its gradient as a bias of no size.
+        biases = [x[(0,) * x.dim()] for x in others if isinstance(x, torch.Tensor) and x.requires_grad]
+        bias = functools.reduce(torch.add, biases) if biases else None
+        keys = key[..., :window, :], value[..., :window, :]  # as many pairs as the window has
+        return _run_kernel(query, *keys, attn_mask=bias, is_causal=kwargs.get("is_causal", is_causal))
+
+    return call
 
 
 def count_operators(action: Callable[[], object]) -> int:

@@ -20,7 +20,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -240,17 +240,13 @@ class Checkpoints:
             draft.symlink_to(folder.name)
         else:
             shutil.copytree(folder, draft)
-        if target.is_dir() and not target.is_symlink():  # a copy, which no single call replaces
-            old = _backup_path(target)
+        old = _backup_path(target)
+        # One call replaces a link by a link; before any other exchange the old one is moved aside.
+        if os.path.lexists(target) and not (draft.is_symlink() and target.is_symlink()):
             _remove_path(old)
             target.rename(old)
-            draft.rename(target)
-            _remove_path(old)
-        elif draft.is_symlink() or not target.is_symlink():
-            draft.replace(target)  # atomic
-        else:  # a copy in the place of a link
-            target.unlink()
-            draft.rename(target)
+        draft.replace(target)
+        _remove_path(old)
 
     def _remove_expired(self, newest: Path) -> None:
         keep = self._config.keep_last_n_checkpoints
@@ -317,12 +313,10 @@ class Checkpoints:
         rank_file = folder / f"{self._job_cluster.rank}.ckpt"
         same = info["world_size"] == self._job_cluster.world_size and rank_file.is_file()
 
-        def read() -> list[dict[str, Any]]:
-            paths = [rank_file] if same else [path for path in files if path.stem.isdigit()]
-            # weights_only=False, as hooks may have added objects of any class.
-            return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
-
-        entries = self._job_cluster.agree(read, what="reading what ranks have added")
+        paths = [rank_file] if same else [path for path in files if path.stem.isdigit()]
+        entries = self._job_cluster.agree(
+            lambda: _read_rank_files(paths), what="reading what ranks have added"
+        )
         rng = entries[0].get(_EPOCH_RNG) if same else None
         return Loaded(
             status=TrainStatus.of(status) if status else _status_of(info),
@@ -415,13 +409,26 @@ def merge_folder(folder: Path, output: Path) -> None:
     paths = sorted(
         (path for path in folder.glob("*.ckpt") if path.stem.isdigit()), key=lambda path: int(path.stem)
     )
-    custom = by_rank([torch.load(path, map_location="cpu", weights_only=False) for path in paths])
+    custom = by_rank(_read_rank_files(paths))
     manifest_path = next(folder.glob(f"step-*/{MANIFEST}"), None)
     if manifest_path is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint.")
     extra = Manifest.read(manifest_path.parent).extra
     metadata: dict[str, Any] = {key: extra[key] for key in ("train_status", "train_args") if key in extra}
     merge(manifest_path.parent, output, tied=extra.get("tied"), more={**metadata, "custom": custom})
+
+
+def _read_rank_files(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    entries = []
+    for path in paths:
+        try:  # weights_only=False, as hooks may have added objects of any class
+            entries.append(torch.load(path, map_location="cpu", weights_only=False))
+        except Exception as error:  # unpickling raises anything
+            raise CheckpointError(
+                f"{path}, which holds what hooks have added, cannot be read: {error_text(error)}. If it lacks a class, "
+                "make it importable as it was at the save; if the file is damaged, resume from another checkpoint."
+            ) from error
+    return entries
 
 
 def _check_rank_files(folder: Path) -> None:

@@ -304,13 +304,16 @@ class Trainer:
             self._after_step(epoch)
         if status.step_in_epoch == began == 0:
             raise InputError("the data loader yields no batches: there is nothing to train on.")
-        scheduler = args.lr_scheduler
-        if scheduler is not None and scheduler.interval == "epoch":
+        is_due = args.lr_scheduler is not None and args.lr_scheduler.interval == "epoch"
+        waits = isinstance(self.lr_scheduler, ReduceLROnPlateau)  # for the loss of this epoch's validation
+        if is_due and not waits:
             self._step_scheduler()
         self.hook.call("on_epoch_end", epoch=epoch)
         status.epoch, status.step_in_epoch = epoch + 1, 0
         if self._val_data is not None and _is_due(epoch + 1, args.val_every_n_epochs):
             self._run_validation()
+        if is_due and waits:
+            self._step_scheduler()
         if _is_due(epoch + 1, args.checkpoint.every_n_epochs):
             self._save_checkpoint(epoch)
 

@@ -13,7 +13,16 @@ from typing import Final
 
 import numpy as np
 
-from atorch_ns.estimate.intervals import FILE, OTHER, QUANTILES, Residual, Residuals, residual
+from atorch_ns.estimate.intervals import (
+    ADAPTERS,
+    FILE,
+    MIXTURE,
+    OTHER,
+    QUANTILES,
+    Residual,
+    Residuals,
+    residual,
+)
 from benchmarks._published.summary import MEMORY, TIME, Errors, Row, Target, gains, line
 
 __all__ = ["LeftOut", "left_out", "measured_residuals", "published_residuals", "tables", "write"]
@@ -21,6 +30,7 @@ __all__ = ["LeftOut", "left_out", "measured_residuals", "published_residuals", "
 _RESULTS: Final = Path(__file__).parents[1] / "results"
 _FEWEST_RUNS, _FEWEST_SOURCES = 6, 2
 """What a class needs to have an interval of its own."""
+_CLASSES: Final = ("Ampere", "Hopper", MIXTURE, ADAPTERS)
 _GAIN_QUANTILE: Final = 0.8
 """Share of the pairs whose predicted gain is nearer to the published one than a gain must be to be believed."""
 
@@ -33,7 +43,7 @@ def published_residuals(rows: Iterable[Row]) -> dict[tuple[str, str], Residual]:
         known = [row for row in rows if row.get(target.key)]
         if not known:
             continue
-        groups = {kind: [row for row in known if row["class"] == kind] for kind in ("Ampere", "Hopper")}
+        groups = {kind: [row for row in known if row["class"] == kind] for kind in _CLASSES}
         own = {
             (target.what, kind): _residual(group, target)
             for kind, group in groups.items()

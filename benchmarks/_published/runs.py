@@ -1,4 +1,4 @@
-"""The rows of ``runs.csv``, and how each is expressed as model, strategy, cluster and batch."""
+"""The rows of both tables, and how each is expressed as model, strategy, cluster and batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from benchmarks._published.architectures import build, words
+
 __all__ = ["Run", "read"]
 
-FILE: Final = Path(__file__).with_name("runs.csv")
+FILES: Final = tuple(Path(__file__).with_name(name) for name in ("runs.csv", "runs_2026.csv"))
+"""Runs up to early 2025, mostly dense; and those of 2025 and 2026: mixtures, fine-tuning, Blackwell."""
 _PRECISIONS: Final[Mapping[str, Sequence[Any]]] = {
     "bf16_amp": [("amp_native", "bf16")],
     "bf16_autocast": [("amp_native", "bf16")],
@@ -36,6 +39,9 @@ _LIBRARY: Final = {"flash1": "FlashAttention-1", "flash2": "FlashAttention-2", "
 """Libraries of fused attention, as clusters name them: what torch took when the runs were made, or what the source used
 in its place (Transformer Engine takes cuDNN's on Hopper and later: NVIDIA/NeMo#9188)."""
 
+_AXES: Final = {"tensor": "tp", "sequence": "cp", "expert": "ep", "data": "dp", "pipeline": "pp"}
+"""Columns of the degrees, by axis, the innermost axis first."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -51,8 +57,8 @@ class Run:
         return self.cells[column]
 
     def number(self, column: str) -> int:
-        """A column that is a whole number."""
-        return int(self.cells[column])
+        """A column that is a whole number; 1 where the file has no such column."""
+        return int(self.cells.get(column) or 1)
 
     @property
     def missing(self) -> str:
@@ -89,61 +95,31 @@ class Run:
     def architecture(self) -> tuple[str, ...]:
         """What the profile depends on: runs of one share it."""
         columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "dropout", "seq")
-        attention = "sdpa" if self.fuses_attention else "eager"
-        return (self["arch"].removeprefix("hf-"), attention, *(self[column] for column in columns))
+        sizes = (self.cells.get(column) or "" for column in columns)
+        return (self["arch"].removeprefix("hf-"), self._attention, words(self.cells), *sizes)
+
+    @property
+    def _attention(self) -> str:
+        return "sdpa" if self.fuses_attention else "eager"
 
     @property
     def fuses_attention(self) -> bool:
         """Whether attention is one kernel, whichever library's."""
-        return self["attention"] in _LIBRARY
+        return self["attention"] in _LIBRARY or self["attention"] == "sdpa"
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return ":" in self["arch"]
 
     @property
     def model(self) -> str:
         """The model in words."""
-        kind = "GPT-2" if self["arch"] == "gpt" else "Llama"
-        return f"{kind}, {self['layers']} blocks, width {self['hidden']}, {self['seq']} tokens"
+        return words(self.cells)
 
     def build(self) -> nn.Module:
         """The model, of transformers, on meta."""
-        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-        dropout = float(self["dropout"] or 0)
-        attention = "sdpa" if self.fuses_attention else "eager"
-        shared: dict[str, Any] = {
-            "vocab_size": self.number("vocab"),
-            "tie_word_embeddings": self["tied"] == "1",
-            "use_cache": False,
-            "attn_implementation": attention,
-        }
-        with torch.device("meta"):
-            if self["arch"] == "gpt":
-                return GPT2LMHeadModel(
-                    GPT2Config(
-                        n_positions=self.number("seq"),
-                        n_embd=self.number("hidden"),
-                        n_layer=self.number("layers"),
-                        n_head=self.number("heads"),
-                        n_inner=self.number("ffn"),
-                        activation_function="gelu",
-                        resid_pdrop=dropout,
-                        embd_pdrop=dropout,
-                        attn_pdrop=dropout,
-                        bos_token_id=0,
-                        eos_token_id=0,
-                        **shared,
-                    )
-                )
-            return LlamaForCausalLM(
-                LlamaConfig(
-                    hidden_size=self.number("hidden"),
-                    intermediate_size=self.number("ffn"),
-                    num_hidden_layers=self.number("layers"),
-                    num_attention_heads=self.number("heads"),
-                    num_key_value_heads=self.number("kv_heads"),
-                    max_position_embeddings=self.number("seq"),
-                    **shared,
-                )
-            )
+        return build(self.cells, attention=self._attention)
 
     def sample(self) -> dict[str, torch.Tensor]:
         """One sample on meta: tokens [1, T], which are the labels too."""
@@ -153,14 +129,17 @@ class Run:
     @property
     def strategy(self) -> list[Any]:
         """The methods, in the form of ``load_strategy``."""
-        sizes = {"tensor": "tp", "sequence": "cp", "data": "dp", "pipeline": "pp"}
-        axes = [[name, self.number(column)] for name, column in sizes.items() if self.number(column) > 1]
+        degrees = {name: self.number(column) for name, column in _AXES.items()}
+        degrees["data"] //= degrees["expert"]  # ranks of both axes have samples of their own
+        axes = [[name, degree] for name, degree in degrees.items() if degree > 1]
         steps: list[Any] = [("parallel_mode", axes)] if axes else []
         if self.number("tp") > 1:
             sequence, asynchronous = self["sp"] != "0", self["sp"] == "async"
             steps.append(("tensor_parallel", {"sequence": sequence, "asynchronous": asynchronous}))
         if self.number("cp") > 1:
             steps.append(("sequence_parallel", {"kind": "ring"}))
+        if degrees["expert"] > 1:
+            steps.append("expert_parallel")
         steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
         if self["kernels"] != "eager":
             steps.append("compile")
@@ -189,6 +168,8 @@ class Run:
         if self["zero"] == "1":
             return ["zero2"] if self["precision"].endswith("_master") else ["ddp", "zero1"]
         config: dict[str, Any] = {}
+        if "offload=1" in self["notes"]:
+            config["cpu_offload"] = True
         if gathered is not None:
             config["mixed_precision"] = dict(zip(("param_dtype", "reduce_dtype"), gathered, strict=True))
         if self.number("replicas") > 1:
@@ -263,12 +244,17 @@ class Run:
             "accumulation": self.number("pp") == 1 and self.number("micro_batches") > 1,
             "8192 tokens or more": self.number("seq") >= 8192,
             "plain attention": not self.fuses_attention,
+            "mixture": self.is_mixture,
+            "adapters": "lora=" in self["notes"],
             "more than 64 devices": self.number("gpus") > 64,
         }
         return [name for name, holds in named.items() if holds]
 
 
-def read(path: Path = FILE) -> list[Run]:
-    """All runs, in the order of the file."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [Run(cells) for cells in csv.DictReader(file)]
+def read(paths: Sequence[Path] = FILES) -> list[Run]:
+    """All runs, in the order of the files."""
+    runs: list[Run] = []
+    for path in paths:
+        with path.open(encoding="utf-8", newline="") as file:
+            runs += [Run(cells) for cells in csv.DictReader(file)]
+    return runs

@@ -337,9 +337,8 @@ class DsPipelineRunner:
             if number not in work.dummies:
                 losses[number] = loss.detach()
             share = work.share(number, loss) * num  # the engine divides by it
-            return share.as_subclass(
-                torch.Tensor
-            )  # the engine runs the backward pass of the scaled loss itself
+            # The engine runs the backward pass of the scaled loss itself.
+            return share.as_subclass(torch.Tensor)
 
         # Without gradients the wire has another form, so evaluation counts as other shapes.
         shapes = (training, [_leaf_signature(leaf) for _, leaf in leaves(micro_batches[0])])

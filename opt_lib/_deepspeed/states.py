@@ -216,19 +216,15 @@ class FlatStates:
         return distribute_tensor(flat.view(shape), self.mesh, _choose_placements(shape), src_data_rank=None)
 
     def _empty_state(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:
-        elementwise = self._is_elementwise(name, entry, spec.shape)
-        if not elementwise:
+        shape = self.whole[name].shape if name in self.whole else self.specs[name].shape
+        # A 0-d state of a 0-d parameter may be a step counter, which goes by its name.
+        if tuple(spec.shape) != tuple(shape) or (not shape and entry == "step"):
             return torch.empty(spec.shape, dtype=spec.dtype)  # such as a step counter
         if name in self.whole:
             return torch.empty_like(self.whole[name].detach(), dtype=spec.dtype)
         return empty_dtensor(
             *spec.shape, dtype=spec.dtype, device_mesh=self.mesh, placements=_choose_placements(spec.shape)
         )
-
-    def _is_elementwise(self, name: str, entry: str, shape: Sequence[int]) -> bool:
-        # A 0-d state of a 0-d parameter may be a step counter, which goes by its name.
-        full_shape = self.whole[name].shape if name in self.whole else self.specs[name].shape
-        return tuple(shape) == tuple(full_shape) and (len(full_shape) > 0 or entry != "step")
 
     def _find_holder(self, name: str) -> torch.Tensor | None:
         if name in self.whole:

@@ -92,8 +92,6 @@ def shard(job: Job, method: str, *, stage: int) -> None:
     job.place()
     job.optimizer.use_optim_backward = True
     job.optimizer.requires_boundary = True
-    # On a GPU the engine switches off any autocast that surrounds it, so it has to begin inside.
-    job.precision.forward_root = job.module
 
     def take_over(groups: list[dict[str, Any]]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         assert job.mesh is not None

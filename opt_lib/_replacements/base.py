@@ -165,22 +165,15 @@ def classes_in(profile: Profile) -> set[str]:
 def why_untouchable(module: nn.Module) -> str | None:
     """Why a module cannot be replaced without losing what was attached to it; ``None`` if it can be."""
     for part in module.modules():
-        if _has_hooks(part):
+        if any(
+            (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+        ):
             return "it has hooks, which a new module would not have"
         if "forward" in vars(part):
             return "its forward is set on the object"
         if parametrize.is_parametrized(part):
             return "it is parametrized"
     return None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 @functools.cache
@@ -293,21 +286,19 @@ def replace_modules(
     for path, module in model.named_modules(remove_duplicate=False):
         if module not in earlier and wants(module):
             places[module].append(path)
-    replacements: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
-    new_modules: set[nn.Module] = set()
+    outcome = ReplacementOutcome(model=model)
     root = model
     # Paths list parents first; in reverse a new parent is made from new children.
     for module, paths in reversed(places.items()):
         new = why_untouchable(module) or make(module)
         if isinstance(new, str):
-            refusals[f"{type(module).__name__}: {new}"] += 1
+            outcome.kept[f"{type(module).__name__}: {new}"] += 1
             continue
-        replacements[f"{type(module).__name__} → {type(new).__name__}"] += 1
-        new_modules.add(new)
+        outcome.replaced[f"{type(module).__name__} → {type(new).__name__}"] += 1
+        outcome.new_modules.add(new)
         for path in paths:
             if path:
                 root.set_submodule(path, new)
             else:
                 root = new  # the model itself
-    return ReplacementOutcome(model=root, replaced=replacements, kept=refusals, new_modules=new_modules)
+    return replace(outcome, model=root)

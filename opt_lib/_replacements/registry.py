@@ -22,8 +22,6 @@ from opt_lib._replacements.norms import FusedLayerNorm, FusedRmsNorm
 
 _HALF: Final = frozenset({"float16", "bfloat16"})
 _CUDA: Final = frozenset({"cuda"})
-# Divisions are found and tested on small CPU tensors, for which flash-attn has no kernel.
-_WHOLE_MODEL: Final = frozenset({"tensor", "sequence", "pipeline"})
 
 
 def _flash_requirements(package: str, capability: tuple[int, int], install: str) -> Requirements:
@@ -34,7 +32,7 @@ def _flash_requirements(package: str, capability: tuple[int, int], install: str)
         device_types=_CUDA,
         capability=capability,
         dtypes=_HALF,
-        not_over=_WHOLE_MODEL,
+        not_over=NOT_OVER,  # divisions are tested on small CPU tensors, for which flash-attn has no kernel
     )
 
 
@@ -165,17 +163,15 @@ def register_replace_pair(
         kind = made_by if _is_module_class(made_by) else None  # else a function that makes the new module
         if kind is None and (convert is not None or not callable(made_by) or isinstance(made_by, type)):
             raise RegistrationError(f"{name!r}: {made_by!r} is not a subclass of torch.nn.Module.")
-        how = convert or (made_by if kind is None else converter(source, kind))
-        _register_pair(
-            ClassPair(
-                name=name,
-                source=source,
-                convert=how,
-                target=kind,
-                requirements=requirements,
-                include_subclasses=include_subclasses,
-                config=dict(config or {}),
-            )
+        _refuse_taken(name)
+        _REGISTERED[name] = ClassPair(
+            name=name,
+            source=source,
+            convert=convert or (made_by if kind is None else converter(source, kind)),
+            target=kind,
+            requirements=requirements,
+            include_subclasses=include_subclasses,
+            config=dict(config or {}),
         )
         return made_by
 
@@ -208,15 +204,14 @@ def set_registered_pairs(pairs: Mapping[str, ClassPair]) -> None:
     _REGISTERED.update(pairs)
 
 
-def _register_pair(pair: ClassPair) -> None:
-    if pair.name in _built_in():
-        raise RegistrationError(f"the name {pair.name!r} belongs to a built-in replacement; choose another.")
-    if pair.name in _REGISTERED:
+def _refuse_taken(name: str) -> None:
+    if name in _built_in():
+        raise RegistrationError(f"the name {name!r} belongs to a built-in replacement; choose another.")
+    if name in _REGISTERED:
         raise RegistrationError(
-            f"a replacement {pair.name!r} for {_REGISTERED[pair.name].source.__name__} is already "
-            f"registered. Choose another name, or call unregister_replace_pair({pair.name!r}) first."
+            f"a replacement {name!r} for {_REGISTERED[name].source.__name__} is already "
+            f"registered. Choose another name, or call unregister_replace_pair({name!r}) first."
         )
-    _REGISTERED[pair.name] = pair
 
 
 @functools.cache

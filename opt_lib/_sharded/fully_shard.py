@@ -23,6 +23,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.job.reducer import require_dense_gradients
+from atorch_ns.sharding import unit_dim
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.text import count_noun
 from atorch_ns.torch_compat import is_view, plain_name, visit_first
@@ -80,7 +81,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     if keeps_input_dtypes(job, config):
         cast_inputs_where_refused(job, units.main)
     # After fully_shard, so that its hooks come before torch's.
-    passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
+    passes = [ShardsBetweenPasses(root, job) for root in job.roots]
     move_to_device(job, ignored_params)
     if config.forward_prefetch:
         _prefetch_following(units.main)
@@ -215,7 +216,10 @@ def _shard_options(job: Job, config: ShardConfig, ignored_params: set[nn.Paramet
     options: dict[str, Any] = {
         "mesh": job.mesh.replicate_and_shard,
         "ignored_params": ignored_params,
-        "shard_placement_fn": lambda parameter: _shard_placement(parameter, num_ranks),
+        # torch divides the rows of what the tensor axis has divided.
+        "shard_placement_fn": lambda parameter: Shard(
+            0 if isinstance(parameter, DTensor) else int(unit_dim(parameter.shape, num_ranks))
+        ),
     }
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
@@ -227,14 +231,6 @@ def _shard_options(job: Job, config: ShardConfig, ignored_params: set[nn.Paramet
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
     return options
-
-
-def _shard_placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
-    sizes = parameter.shape
-    if isinstance(parameter, DTensor) or not sizes or sizes[0] >= num_ranks:
-        return None  # torch divides the first
-    # The first would leave ranks with nothing: take another one that divides evenly.
-    return next((Shard(dim) for dim, size in enumerate(sizes) if size and size % num_ranks == 0), None)
 
 
 def _full_precision_norms(

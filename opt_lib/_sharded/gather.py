@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any, Final
 
 import torch
@@ -26,7 +26,9 @@ from atorch_ns.torch_compat import (
     after_backward,
     begin_root,
     in_backward,
+    parameters_of,
     plain_name,
+    reads_divided_memory,
     show_gathered,
     show_shards,
 )
@@ -104,56 +106,69 @@ def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None
 class ShardsBetweenPasses:
     """Shows a model's shards between its passes, even if parameters stay gathered for the backward pass.
 
-    torch leaves the root's gathered, and under ``replicate`` all. Values computed from them would lose their
-    memory in the next backward pass, and no later pass would read what an optimizer or a loop wrote to them.
-
-    Args:
-        is_written: whether the user's code may write to them before a backward pass; then passes gather anew.
+    torch leaves the root's gathered, and under ``zero2`` and ``replicate`` all. Values computed from them would
+    lose their memory in the next backward pass, and no later pass would read what an optimizer or a loop wrote
+    to them. A call of a unit by itself, or of another method of the model, is a pass too.
     """
 
-    def __init__(self, root: nn.Module, *, is_written: bool) -> None:
-        self._root, self._is_written = root, is_written
+    def __init__(self, root: nn.Module, job: Job) -> None:
+        self._root, self._job = root, job
+        # The user's code may write to them before a backward pass; then passes gather anew.
+        self._is_written = not job.parts.stages
         self.units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._is_shown = False  # though something is gathered
         self._is_in_backward = False
         self._depth = 0
-        for unit in self.units:
-            if unit is not root:  # which may be called by itself
-                unit.register_forward_pre_hook(torch.compiler.disable(self._resume_pass), prepend=True)
-        root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
-        root.register_forward_hook(torch.compiler.disable(self._end_pass), always_call=True)
-        ForwardScope(_outside_of_inference_mode).attach(root)
+        self._method = ""  # of the model, the outermost that runs
+        self._call_to_meet = ""  # until something is gathered for it
+        self._scope = ExitStack()
+        for path, module in root.named_modules():
+            units: list[Any] = [each for each in module.modules() if isinstance(each, FSDPModule)]
+            if module in units:
+                begin = partial(self._begin_pass, units, plain_name(path))
+                module.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
+                end = torch.compiler.disable(partial(self._end_pass, units))
+                module.register_forward_hook(end, always_call=True)
         # Before torch's, which lets go of what is gathered.
-        root.register_state_dict_pre_hook(self._show_gathered)
+        root.register_state_dict_pre_hook(lambda *_: self._show_gathered(self.units))
 
-    def around(self, method: Callable[..., Any], job: Job) -> Callable[..., Any]:
-        """A method of the model, with the parameters of the root gathered."""
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the model, with the parameters of the root gathered if it is given tensors."""
 
-        @functools.wraps(method)
+        @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth:  # inside of a pass all is gathered
                 return method(*args, **kwargs)
-            output, scope = None, self.autocast_outside(job)
+            outer, self._method = self._method, self._method or f"{method.__name__}()"
             # One rank may call it alone without a batch, as one that saves a dict of weights.
-            if not any(map(_has_tensors, (*args, *kwargs.values()))):
-                with scope, _explain_storage(method.__name__):
-                    return method(*args, **kwargs)
-            self._begin_pass()
+            run = self._run_gathered if any(map(_has_tensors, (*args, *kwargs.values()))) else _run
             try:
-                with scope:
-                    output, names = getattr(self._root, _RUN)(self._find_writes, method, args, kwargs)
+                with self.autocast_outside():
+                    output = run(method, args, kwargs)
             finally:
-                self._end_pass(self._root, None, output)
-            if names:
-                reshard(self._root)  # once the pass has ended: the next must not compute with them
-                raise StepError(
-                    f"{method.__name__}() writes to {first_few(names, 4)}, which are gathered copies while it runs: the writes would "
-                    "be lost. Write to the parameters outside of the methods that compute with a batch, or use ddp or zero1."
-                )
-            job.gradients.follow_call(job.module, output)
+                self._method = outer
+            if tensors_of((args, kwargs)):
+                self._job.gradients.follow_call(self._job.module, output)
             return output
 
         return call
+
+    def _run_gathered(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        output = None
+        self._begin_pass(self.units, self._method)
+        try:
+            output, names = getattr(self._root, _RUN)(self._find_writes, method, args, kwargs)
+        finally:
+            self._end_pass(self.units, self._root, None, output)
+        if names:
+            reshard(self._root)  # once the pass has ended: the next must not compute with them
+            raise StepError(
+                f"{method.__name__}() writes to {first_few(names, 4)}, which are gathered copies while it runs: the writes would "
+                "be lost. Write to the parameters outside of the methods that compute with a batch, or use ddp or zero1."
+            )
+        return output
 
     def _find_writes(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -164,12 +179,12 @@ class ShardsBetweenPasses:
         output = method(*args, **kwargs)
         return output, [plain_name(name) for name, p, version in whole if p._version != version]
 
-    def autocast_outside(self, job: Job) -> AbstractContextManager[object]:
+    def autocast_outside(self) -> AbstractContextManager[object]:
         """As around the forward pass, in whose dtype weights are gathered; nothing inside of one."""
-        autocast = None if self._depth else job.precision.autocast
+        autocast = None if self._depth else self._job.precision.autocast
         return torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
 
-    def _begin_pass(self, *_: Any) -> None:
+    def _begin_pass(self, units: Sequence[FSDPModule], call: str, *_: Any) -> None:
         if self._is_in_backward and not in_backward():
             raise StepError(
                 "an error has ended the last backward pass, and under this strategy the gradients and gathered weights that it left "
@@ -177,18 +192,37 @@ class ShardsBetweenPasses:
             )
         self._depth += 1
         if self._depth == 1:
-            self._show_gathered()
+            self._call_to_meet = "" if in_backward() else call and (self._method or call)
+            if in_backward():  # a unit computes again
+                self._resume_pass()
+            else:
+                self._scope.enter_context(_outside_of_inference_mode())
+                self._show_gathered(units)  # which refuses parameters that have been replaced
+                begin_root(self._root)
+        if self._call_to_meet and any(True for _ in parameters_of(units[:1])):
+            self._meet_others()
 
-    def _end_pass(self, _: nn.Module, inputs: Any, output: Any) -> None:
+    def _meet_others(self) -> None:
+        call, self._call_to_meet = self._call_to_meet, ""
+        same_place = self._job.step.same_place
+        if same_place is not None and self._job.plan.sharding.parameters_over:  # all ranks gather
+            same_place.meet_sometimes(call if torch.is_grad_enabled() else f"{call} without gradients")
+
+    def _end_pass(self, units: Sequence[FSDPModule], module: nn.Module, _: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)  # 0 where a hook before has raised
-        if not self._depth and not torch.is_grad_enabled():
-            reshard(self._root)  # no backward pass will follow
-        elif not self._depth and not in_backward():
-            self._is_shown = show_shards(self.units)
-            call_in_backward(output, self._begin_backward)
+        if self._depth:
+            return
+        with self._scope:
+            if in_backward():
+                return
+            if torch.is_grad_enabled():
+                self._is_shown = show_shards(units)
+                call_in_backward(output, self._begin_backward)
+            else:
+                reshard(module)  # no backward pass will follow
 
-    def _show_gathered(self, *_: Any) -> None:
-        show_gathered(self.units)
+    def _show_gathered(self, units: Sequence[FSDPModule]) -> None:
+        show_gathered(self.units if self._is_shown else units)
         # The user's code may have written to the shards, so the pass gathers anew.
         if self._is_shown and self._is_written:
             reshard(self._root)
@@ -197,9 +231,9 @@ class ShardsBetweenPasses:
     def _begin_backward(self) -> None:
         self._resume_pass()
         self._is_in_backward = True
-        after_backward(functools.partial(setattr, self, "_is_in_backward", False))
+        after_backward(partial(setattr, self, "_is_in_backward", False))
 
-    def _resume_pass(self, *_: Any) -> None:
+    def _resume_pass(self) -> None:
         begin_root(self._root)
         if self._is_shown:
             self._is_shown = False
@@ -222,8 +256,9 @@ _RUN: Final = "run_with_gathered_parameters"
 def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     """Lets the methods of the user's model work as before ``fully_shard``.
 
-    A method that is given tensors counts as a forward pass of the root, unless it is called inside of one.
-    Others, such as ``get_input_embeddings()``, stay: a rank may call them alone.
+    For a method that is given tensors, also in a list, the parameters of the root are gathered, unless it is
+    called inside of a forward pass. For others, such as one of a dict or ``get_input_embeddings()``, units and
+    reads of single parameters gather what they use. A rank may call one alone if it uses none.
     """
     if job.parts.stages:  # a pipeline has no model to call
         return
@@ -234,21 +269,20 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     inside = {module for unit in passes[0].units if unit is not root for module in unit.modules()}
     for module in () if job.plan.compiled else set(root.modules()) - inside - {root}:
         if module._parameters:  # which may be called by itself, as a head
-            ForwardScope(functools.partial(passes[0].autocast_outside, job)).attach(module)
+            ForwardScope(passes[0].autocast_outside).attach(module)
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _public_methods(module):
-            module.__dict__[name] = passes[0].around(method, job)
+            module.__dict__[name] = passes[0].around(method)
 
 
-@contextmanager
-def _explain_storage(method: str) -> Iterator[None]:
+def _run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     try:
-        yield
+        return method(*args, **kwargs)
     except RuntimeError as error:
-        if "invalid python storage" not in str(error):  # torch's error about the memory of a DTensor
+        if not reads_divided_memory(error):
             raise
         raise StepError(
-            f"{method}() reads the memory of divided weights, of which each rank has a part. Call "
+            f"{method.__name__}() reads the memory of divided weights, of which each rank has a part. Call "
             'checkpoint.export_safetensors(result, "folder") on every rank, which transformers\' from_pretrained reads.'
         ) from error
 

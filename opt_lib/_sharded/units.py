@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from atorch_ns.capture.blocks import repeated_blocks, select_modules
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
+from atorch_ns.sharding import unit_dim
 from atorch_ns.torch_compat import plain_name, replicate
 from opt_lib._sharded.config import ShardConfig
 
@@ -316,12 +317,9 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
 def _expert_placement(job: Job, parameter: nn.Parameter) -> Shard:
     assert job.mesh is not None
     ranks = job.mesh.copies.size()
-    # The first dimension is divided over the expert axis already: prefer another that divides evenly.
-    for dim in range(1, parameter.dim()):
-        if parameter.size(dim) % ranks == 0:
-            return Shard(dim)
-    if parameter.size(0) % (ranks * job.mesh.size("expert")) == 0 or parameter.dim() == 1:
-        return Shard(0)
+    dim = int(unit_dim(parameter.shape, ranks, is_divided=True))
+    if dim or parameter.size(0) % (ranks * job.mesh.size("expert")) == 0 or parameter.dim() == 1:
+        return Shard(dim)
     raise InputError(
         f"experts of shape {tuple(parameter.shape)} are divided over {job.mesh.size('expert')} ranks, but none of "
         f"their dimensions divides into {ranks} further shards, over data and zero. Make these axes smaller, or use ddp."

@@ -179,9 +179,13 @@ def test_bad_files(tmp_path: Path) -> None:
     assert isinstance(outcomes[0].error, CheckpointError)
     assert "cannot read weights from" in outcomes[0].message
     assert isinstance(outcomes[1].error, RankError)
-    (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(CheckpointError, match="cannot read weights from"):
-        checkpoint.import_safetensors(accelerate_case(TIED, [], steps=1), tmp_path)
+    index = "model.safetensors.index.json"
+    for name, content in (("model.safetensors", "not weights"), (index, "{}"), (index, "[1]"), (index, "{")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(
+            CheckpointError, match=f"cannot read weights from .*: {name} is missing or damaged"
+        ):
+            checkpoint.import_safetensors(accelerate_case(TIED, [], steps=1), tmp_path)
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,9 @@ def test_dry_run_prints_the_line_alone(tmp_path: Path, run: Run) -> None:
         ("--debug launch --nproc 2 a.py --debug", "launch --nproc 2 a.py --debug", True),
         ("launch --debug --nproc 2 a.py --debug", "launch --nproc 2 a.py --debug", True),
         ("launch --nproc=2 -m a.py --debug", "launch --nproc=2 -m a.py --debug", False),
+        ("launch -n2 a.py --debug", "launch -n2 a.py --debug", False),
+        ("launch -mn 2 a --debug", "launch -mn 2 a --debug", False),
+        ("launch --nproc 2 -- a.py --debug", "launch --nproc 2 -- a.py --debug", False),
         ("strategy show launch --debug", "strategy show launch", True),
     ],
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from atorch_ns.cluster import DEVICES, LINKS, Cluster
+from atorch_ns.cluster import DEVICES, LINKS, Cluster, cluster_from_spec
 from atorch_ns.cluster.cluster import CPU_FIGURES, machine_memory_bytes
 from atorch_ns.cluster.devices import device_named
+from atorch_ns.cluster.kernels import product_share
 from atorch_ns.errors import InputError
 
 
@@ -16,7 +17,7 @@ def test_every_figure_of_a_device_names_its_source(name: str) -> None:
     for what, figure in sheet.figures().items():
         assert figure.value > 0, what
         assert len(figure.source) > 15, what
-        named = ("data sheet", "white paper", "product brief", "assumed", "Engineering")
+        named = ("data sheet", "white paper", "product brief", "assumed", "Engineering", "test-data")
         assert any(word in figure.source for word in named), f"{name}.{what}: {figure.source}"
     assert (
         "data sheet" in sheet.device(name).source
@@ -24,6 +25,7 @@ def test_every_figure_of_a_device_names_its_source(name: str) -> None:
         or "brief" in (sheet.device(name).source)
     )
     assert {sheet.within_node, sheet.to_host} <= set(LINKS)
+    assert not sheet.kernels or product_share(sheet.kernels, "bfloat16"), "a name that kernels.csv lacks"
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -36,6 +38,33 @@ def test_figures_of_a_device_agree(name: str) -> None:
     size = next((part for part in name.split("-") if part.endswith("GB") and part[:-2].isdecimal()), None)
     if size is not None:
         assert 0.9 < sheet.memory_bytes.value / (int(size[:-2]) * 2**30) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "best_tflops"),
+    [  # TFLOP/s in bf16 and fp8, GB/s of memory, W, GB/s of a ring within a node
+        ("B300", (2250, 4500, 8000, 1100, 682), 1769),
+        ("GB300", (2500, 5000, 8000, 1400, 682), 1822),
+        ("MI325X", (1307.4, 2614.9, 6000, 1000, 313.6), 784.9),
+        ("MI355X", (2516.6, 5033.2, 8000, 1400, 374.85), 1565),
+        ("H20", (148, 296, 4000, 500, 362), 142.25),
+        ("H800", (989.5, 1979, 3350, 700, 164.8), 794.5),
+        ("L40S", (362, 733, 864, 350, 25.2), 269.15),
+        ("RTX-5090", (209.5, 419, 1792, 575, 50.4), 236.03),
+        ("RTX-PRO-6000", (503.8, 1007.6, 1792, 600, 50.4), 417.98),
+    ],
+)
+def test_devices_of_this_year_have_the_figures_of_their_sheets(
+    name: str, figures: tuple[float, ...], best_tflops: float
+) -> None:
+    hardware = cluster_from_spec(f"2x{name}").hardware
+    assert hardware is not None
+    device, watts = hardware.device, DEVICES[hardware.device.name].power_w
+    assert watts is not None
+    found = (device.flops_of("bfloat16") / 1e12, device.flops_of("float8") / 1e12)
+    found += (device.memory_bytes_per_s / 0.92e9, watts.value, hardware.within_node.rate.bytes_per_s / 1e9)
+    assert found == pytest.approx(figures)
+    assert device.products_of("bfloat16") == pytest.approx(best_tflops * 1e12)
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -74,6 +103,14 @@ def test_names_are_unique() -> None:
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA GB200", "GB200"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H800", "H800-80GB"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
+        ("AMD Instinct MI325X", "MI325X"),
+        ("AMD Instinct MI355X", "MI355X"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA GeForce GT 710", None),

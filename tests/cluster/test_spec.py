@@ -71,11 +71,29 @@ def test_all_mistakes_are_told_together_with_near_misses() -> None:
         ("2xA100, 4xA100", "given twice"),
         ("99999999xA100", "more than any cluster"),
         ("nowhere.yaml", "cannot be read"),
+        ("8xH100-80GB + 8xA100-80GB, ib400", "several kinds of nodes.*name the slowest kind for all"),
+        ("256xGB200", "more than the 72 that NVLink joins.*'64xGB200, 4 nodes, ib400'"),
+        ("8xH100, ib400, spine 2:1", "'spine 2:1' is not a device, link.*behind its link: 'ib400 spine 2:1'"),
     ],
 )
 def test_mistakes(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         cluster_from_spec(text)
+
+
+def test_a_rack_of_72_is_one_node() -> None:
+    cluster = cluster_from_spec("72xGB300, 4 nodes, ib800")
+    assert (cluster.world_size, cluster.num_nodes, _hardware(cluster).within_node.name) == (288, 4, "nvlink5")
+
+
+@pytest.mark.parametrize(
+    ("written", "share"), [("ib400 rails", 1), ("NDR spine 2:1", 0.5), ("ib400 rails 4:1", 0.25)]
+)
+def test_an_oversubscribed_spine_divides_the_rate_between_nodes(written: str, share: float) -> None:
+    plain, said = (_hardware(cluster_from_spec(f"8xH100, 16 nodes, {link}")) for link in ("ib400", written))
+    assert said.between_nodes.rate.bytes_per_s == share * plain.between_nodes.rate.bytes_per_s
+    assert said.between_nodes.rate.latency_s == plain.between_nodes.rate.latency_s
+    assert said.within_node == plain.within_node
 
 
 @given(st.text(max_size=40))
@@ -144,7 +162,12 @@ def test_mistakes_in_a_file(tmp_path: Path) -> None:
     assert "Did you mean 'nodes'?" in text
     assert "device.memroy is not a key. Did you mean 'memory'?" in text
     assert "'two' nodes" in text
-    for broken, said in (("[1, 2]", "holds a list"), ("a: [", "is not YAML")):
+    for broken, said in (
+        ("[1, 2]", "holds a list"),
+        ("a: [", "is not YAML"),
+        ("device: {like: H100, type: gpu}", "device.type='gpu': Input should be 'cuda' or 'cpu'"),
+        ("device: {like: H100, capability: [9]}", r"device.capability.1=\[9\]: Field required"),
+    ):
         path.write_text(broken)
         with pytest.raises(InputError, match=said):
             cluster_from_spec(path)

@@ -9,25 +9,31 @@ import torch
 from torch.nn import functional as F
 
 from atorch_ns.costs import OperatorCounter, OperatorCounts
-from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode
+from atorch_ns.profile import fused
+from atorch_ns.torch_compat import KernelsOfGpus, fake_tensor_mode
 
 B, H, T, D = 2, 8, 64, 16
 ALL_PAIRS, CAUSAL_PAIRS = T * T, T * (T + 1) // 2
 
 
 def counted(
-    *, key_heads: int = H, dropout: float = 0.0, **options: Any
+    *, key_heads: int = H, value_width: int = D, dropout: float = 0.0, **options: Any
 ) -> tuple[OperatorCounts, OperatorCounts]:
     """Of a forward and a backward pass of attention."""
-    with fake_tensor_mode(), DropoutOfGpus(), OperatorCounter() as counter:
+    with fake_tensor_mode(), KernelsOfGpus(), OperatorCounter() as counter:
         query = torch.randn(B, H, T, D, requires_grad=True)
-        key, value = (torch.randn(B, key_heads, T, D, requires_grad=True) for _ in range(2))
+        key, value = (torch.randn(B, key_heads, T, width, requires_grad=True) for width in (D, value_width))
         if "attn_mask" in options:
             options["attn_mask"] = torch.ones(T, T, dtype=torch.bool).tril()
         counter.counts = forward = OperatorCounts()
         out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **options)
         counter.counts = backward = OperatorCounts()
         out.backward(torch.empty_like(out))
+    assert [x.grad.shape for x in (query, key, value) if x.grad is not None] == [
+        query.shape,
+        key.shape,
+        value.shape,
+    ]
     return forward, backward
 
 
@@ -41,13 +47,42 @@ def counted(
         ({"is_causal": True, "key_heads": 2, "enable_gqa": True}, CAUSAL_PAIRS),
     ],
 )
-def test_attention_is_its_pairs(options: dict[str, Any], pairs: int) -> None:
-    forward, backward = counted(**options)
-    assert forward.attention == 2 * 2 * B * H * pairs * D  # Q·Kᵀ and P·V
-    assert backward.attention == 5 * 2 * B * H * pairs * D  # scores again, and four gradients
+@pytest.mark.parametrize("value_width", [D, D // 2])
+def test_attention_is_its_pairs(options: dict[str, Any], pairs: int, value_width: int) -> None:
+    forward, backward = counted(value_width=value_width, **options)
+    assert forward.attention == 2 * B * H * pairs * (D + value_width)  # Q·Kᵀ and P·V
+    assert backward.attention == 2 * B * H * pairs * (
+        3 * D + 2 * value_width
+    )  # scores again, and four gradients
     assert forward.products == backward.products == 0
     kind = forward.attention_kind("forward")
     assert (kind.width, kind.is_causal, kind.num_tokens) == (D, pairs != ALL_PAIRS, T)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "pairs"),
+    [
+        ({}, {}, ALL_PAIRS),
+        ({"is_causal": True}, {}, CAUSAL_PAIRS),
+        ({"is_causal": True}, {"is_causal": False}, ALL_PAIRS),
+        ({"is_causal": True, "window": 16}, {}, CAUSAL_PAIRS - (T - 16) * (T - 16 + 1) // 2),
+    ],
+)
+def test_what_is_fused_is_attention_and_trains_its_other_tensors(
+    options: dict[str, Any], call: dict[str, Any], pairs: int
+) -> None:
+    def attend(*_: Any, **__: Any) -> torch.Tensor:
+        pytest.fail("the kernel itself was called")
+
+    with fake_tensor_mode(), KernelsOfGpus(), OperatorCounter() as counter:
+        query, key = torch.randn(B, H, T, D, requires_grad=True), torch.randn(B, 2, T, D, requires_grad=True)
+        sinks = torch.randn(H, requires_grad=True)
+        out = fused(attend, **options)(query, key, key, sinks, **call)
+        out.sum().backward()
+    assert out.shape == query.shape
+    assert counter.counts.attention == 7 * 2 * B * H * pairs * D
+    assert sinks.grad is not None
+    assert sinks.grad.shape == sinks.shape
 
 
 def test_a_product_moves_its_operands_and_an_activation_its_values() -> None:

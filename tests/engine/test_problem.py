@@ -154,6 +154,7 @@ def test_a_search_is_the_same_whatever_was_measured() -> None:
     assert _problem(slower=1.7).setting.fingerprint == first
     others = {
         "batch": _problem(dataloader_args={"batch_size": 16}),
+        "accumulation": _problem(gradient_accumulation_steps=2),
         "optimizer": _problem(optim_func=torch.optim.SGD),
         "objective": _problem(request=SearchRequest(search={"objective": "memory"})),
         "wishes": _problem(request=SearchRequest(excluded=["fsdp"])),

@@ -10,7 +10,9 @@ from torch import nn
 
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.estimate.intervals import OTHER, Residual, class_of, intervals_of, residuals
-from atorch_ns.planning import estimate
+from atorch_ns.planning import estimate, profile
+
+DENSE = profile(nn.Linear(2, 2), torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,19 @@ from atorch_ns.planning import estimate
 def test_classes(spec: str, kind: str) -> None:
     hardware = cluster_from_spec(spec).hardware
     assert hardware is not None
-    assert class_of(hardware.device) == kind
+    assert class_of(hardware.device, DENSE) == kind
+
+
+def test_mixtures_and_adapters_are_classes_of_their_own() -> None:
+    assert DENSE.trace is not None
+    mixture = replace(DENSE, trace=replace(DENSE.trace, num_experts=8))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    model[0].requires_grad_(False)
+    adapters = profile(model, torch.ones(2, 64))
+    for spec, expected in (("8xA100-40GB", ["mixture", "adapters"]), ("2xcpu", ["CPU", "CPU"])):
+        hardware = cluster_from_spec(spec).hardware
+        assert hardware is not None
+        assert [class_of(hardware.device, each) for each in (mixture, adapters)] == expected
 
 
 def test_the_file_has_every_quantity_for_every_device() -> None:
@@ -49,12 +63,12 @@ def test_a_prediction_lies_in_its_own_interval() -> None:
 def test_a_cpu_that_was_not_measured_is_less_sure() -> None:
     assumed = cluster_from_spec("2xcpu").hardware
     assert assumed is not None
-    measured = intervals_of(replace(assumed, measured=True))
-    (low, high), unsure = measured.time, intervals_of(assumed).time
+    measured = intervals_of(replace(assumed, measured=True), DENSE)
+    (low, high), unsure = measured.time, intervals_of(assumed, DENSE).time
     assert unsure[0] <= low
     assert unsure[1] >= high
     assert unsure != measured.time
-    assert intervals_of(assumed).memory == measured.memory
+    assert intervals_of(assumed, DENSE).memory == measured.memory
 
 
 def test_estimates_carry_them() -> None:
@@ -62,7 +76,7 @@ def test_estimates_carry_them() -> None:
     found = estimate(model, ["ddp"], "2xH100-80GB", sample=torch.zeros(8, 64), batch=16)
     hardware = cluster_from_spec("2xH100-80GB").hardware
     assert hardware is not None
-    known = intervals_of(hardware)
+    known = intervals_of(hardware, DENSE)
     assert found.intervals == known
     assert found.step_seconds_interval == tuple(factor * found.step_seconds for factor in known.time)
     assert found.peak_bytes_interval == tuple(factor * found.peak_bytes for factor in known.memory)

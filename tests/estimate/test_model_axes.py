@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,13 +14,11 @@ import pytest
 import torch
 
 from atorch_ns.cluster import Cluster, cluster_from_spec
-from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
+from atorch_ns.estimate import MemoryParts, PlanTable, TimeParts, Workload, price
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.memory.reserved import workspace_bytes
-from atorch_ns.estimate.memory.shards import Parameters
-from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.estimate.model_shard import Memo
-from atorch_ns.estimate.stages import shard_stages, stages_of
+from atorch_ns.estimate.stages import stages_of
 from atorch_ns.job import PeakMemory
 from atorch_ns.pipeline import StageCosts, get_schedule, simulate
 from atorch_ns.profile import Profile, SegmentCost, profile_model
@@ -28,9 +27,17 @@ from atorch_ns.strategy import PipelineParallelism, Plan
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import ADAMW, accelerate_case
 from atorch_ns.testing.workers import run_ranks
-from benchmarks._memory_cases import SIZED_CASES
+from benchmarks._memory_cases import LAYOUTS, MIXTURES, SIZED_CASES, sized_case
 from benchmarks._storages import measure_peak
-from benchmarks.estimate_memory import WORST_LIMIT, plan_of
+from benchmarks.estimate_memory import (
+    MEDIAN_LIMIT,
+    WORST_LIMIT,
+    compare,
+    kept_by,
+    measured,
+    plan_of,
+    profile_of,
+)
 from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 from opt_lib.pipeline_parallel import PipelineParallel
 from tests.estimate.clusters import started_at_once
@@ -114,14 +121,7 @@ def _measured(name: str, strategies: Sequence[Any]) -> list[PeakMemory]:
 def _kept(plan: Plan, profile: Profile) -> set[tuple[int, ...]]:
     """Bytes of states on every kind of rank."""
     assert profile.trace is not None
-    memo = Memo()
-    _, sizes = PlanTable.of([plan]).sizes(0, Workload(global_batch=BATCH), memo)
-    parts, _ = shard_stages(profile.trace, sizes, memo)
-    counts = np.stack([np.broadcast_to(count, len(parts.sizes)) for count in parts.counts], axis=1)
-    base: Parameters = parameters_of(profile.trace, plan, tied=parts.is_cut)
-    own = base.part(parts.sizes.tensor, parts.sizes.expert, counts)
-    shares = shares_of(plan, own, profile.trace.optimizer, parts.sizes.shards(plan.sharding.layout))
-    kept = kept_of(plan, own, shares, profile.trace.optimizer)
+    kept = kept_by(plan, profile.trace, Workload(global_batch=BATCH))
     return set(zip(*(getattr(kept, name).astype(int).tolist() for name in STATES), strict=True))
 
 
@@ -178,6 +178,43 @@ def test_ranks_along_sequence_hold_what_was_predicted(name: str) -> None:
 @pytest.mark.timeout(240)
 def test_four_ranks_hold_what_was_predicted() -> None:
     _check("llama, small", ON_FOUR, 4)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("qwen3-moe", 2),
+        *(
+            pytest.param(case.name, num_ranks, marks=pytest.mark.slow)
+            for case in MIXTURES
+            for num_ranks in LAYOUTS
+            if (case.name, num_ranks) != ("qwen3-moe", 2)
+        ),
+    ],
+)
+def test_ranks_hold_the_experts_that_were_predicted(name: str, num_ranks: int) -> None:
+    """Alone, sharded over the ranks that have the same ones, and replicated there."""
+    sized, layouts = sized_case(name), LAYOUTS[num_ranks]
+    sized.case.build()
+    ranks = run_ranks(measured, num_ranks, args=(name, layouts), timeout_s=500)
+    rows = compare(sized, layouts, ranks, profile_of(sized, num_ranks))
+    for layout, row in zip(layouts, rows, strict=True):
+        assert abs(row["error"]) <= WORST_LIMIT, (layout, row)
+    assert statistics.median(abs(row["error"]) for row in rows) <= MEDIAN_LIMIT
+
+
+def test_experts_are_gathered_over_the_ranks_that_have_the_same_ones() -> None:
+    """An axis of experts divides what zero2 and fsdp gather; alone, a rank gathers none."""
+    profile = _profile("hf_mixtral")
+    assert profile.trace is not None
+    work = Workload(global_batch=8, num_tokens=profile.trace.num_tokens)
+    layouts = ({"data": 8}, {"expert": 2, "data": 4}, {"expert": 4, "data": 2})
+    for method in ("zero2", "fsdp"):
+        plans = [plan_of([_mesh(**axes), method], profile, num_ranks=8) for axes in layouts]
+        memory, *_ = price_memory(PlanTable.of(plans), profile.trace, work)
+        whole, half, quarter = memory[:, MemoryParts._fields.index("temporaries")]
+        assert whole > 1.3 * half > 1.5 * quarter, method
 
 
 @pytest.fixture(scope="module")

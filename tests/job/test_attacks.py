@@ -23,6 +23,7 @@ BF16: Final = ("amp_native", "bf16")
 FP16: Final = ("amp_native", {"dtype": "fp16", "init_scale": 1024.0})
 MASTERS: Final = ("half", {"dtype": "bf16", "master_weights": True})
 HALF: Final = ("half", {"dtype": "fp16", "init_scale": 1024.0})
+TORCHS: Final = ("ddp", {"reducer": "torch"})
 BATCHES: Final = torch.randn(6, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -55,6 +56,18 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.scale * self.head(self.features(x))
+        return out
+
+
+class Scaled(Net):
+    """With a number of its own and a method of a batch that is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def compute(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.gain * F.linear(self.features(batch["x"]), self.head.weight)
         return out
 
 
@@ -204,6 +217,18 @@ def submodules(job: Job) -> None:
         job.optimizer.step()
 
 
+def of_dicts(job: Job) -> None:
+    """Trained through a method of a dict; between a backward pass and the step other calls gather the old weights."""
+    for number, batch in enumerate(job.parts()):
+        job.optimizer.zero_grad()
+        _loss(batch, job.inner.compute({"x": batch})).backward()
+        _clip(job.model, 0.05)
+        with torch.inference_mode() if number % 2 else torch.no_grad():
+            job.inner.compute({"x": batch})
+            job.inner.features(job.inner.blocks[1](batch))
+        job.optimizer.step()
+
+
 def unit_first(job: Job) -> None:
     with torch.no_grad():
         job.inner.blocks[1](job.parts()[0])
@@ -261,7 +286,7 @@ def written_gradients(job: Job) -> None:
         if job.result is not None:
             job.result.prepare_gradients()
         with torch.no_grad():
-            for parameter in (p for group in job.optimizer.param_groups for p in group["params"]):
+            for parameter in _in_groups(job):
                 parameter.grad.add_(parameter, alpha=0.1)
         job.optimizer.step()
 
@@ -336,12 +361,90 @@ def own_optimizer(job: Job) -> None:
         optimizer.step()
 
 
-def written_masters(job: Job) -> None:
+def _in_groups(job: Job) -> list[Any]:
+    return [p for group in job.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def weights_by_groups(job: Job) -> None:
     for batch in job.parts():
         job.step(batch)
         with torch.no_grad():
-            for parameter in (p for group in job.optimizer.param_groups for p in group["params"]):
+            for parameter in _in_groups(job):
                 parameter.mul_(0.9)
+
+
+def clipped_by_groups(job: Job) -> None:
+    """By a list that was made before the loop, and one of each step."""
+    first = _in_groups(job)
+    for number, batch in enumerate(job.parts()):
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        nn.utils.clip_grad_norm_(first if number % 2 else _in_groups(job), 0.4)
+        job.optimizer.step()
+
+
+def prepared_and_clipped(job: Job) -> None:
+    """By a list from before the loop, then by the model's parameters."""
+    first = _in_groups(job)
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        if job.result is not None:
+            job.result.prepare_gradients()
+        nn.utils.clip_grad_norm_(first, 0.5)
+        _clip(job.model, 0.4)
+        job.optimizer.step()
+
+
+def sharpness_by_groups(job: Job) -> None:
+    """SAM, whose loop passes over parameters without a gradient."""
+    for batch in job.parts():
+        job.backward(batch)
+        starts: list[tuple[Any, Tensor]] = []
+        with torch.no_grad():
+            for parameter in (p for p in _in_groups(job) if p.grad is not None):
+                starts.append((parameter, parameter.clone()))
+                parameter.add_(parameter.grad / parameter.grad.norm(), alpha=0.05)  # under any loss scale
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        with torch.no_grad():
+            for parameter, start in starts:
+                parameter.copy_(start)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+def bounded_after_steps(job: Job) -> None:
+    def bound(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    job.optimizer.register_step_post_hook(bound)
+    plain(job)
+
+
+def of_the_head(job: Job) -> None:
+    """Gradients of those parameters in groups that are the model's head."""
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        for parameter in job.inner.head.parameters():
+            if any(parameter is member for member in _in_groups(job)):
+                parameter.grad.mul_(0.1)
+        job.optimizer.step()
+
+
+def read_after_the_step(job: Job) -> None:
+    """A gradient that stays until it is cleared adds to the next one, and its sign decides about noise."""
+    for number, batch in enumerate(job.parts()):
+        job.backward(batch)
+        job.optimizer.step()
+        with torch.no_grad():
+            for parameter in (p for p in _in_groups(job) if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=0.05)
+        if number % 2:
+            job.optimizer.zero_grad()
 
 
 def rate_by_own_loss(job: Job) -> None:
@@ -478,6 +581,7 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (averages, Net, Averaging, (["zero1"], ["fsdp"])),
     (error_in_backward, Net, _sgd, (["ddp"],)),
     (unit_first, Net, _sgd, (["fsdp"], ["zero2", BF16])),
+    (of_dicts, Scaled, _sgd, (["fsdp"], ["zero2"], ["zero2", "checkpoint"])),
     (left_out_after_clipping, Net, _sgd, (["ddp", FP16], ["fsdp", HALF], ["zero2"])),
     (zeroed_in_place, Net, _sgd, (["ddp", FP16], ["zero2", FP16], ["fsdp"])),
     (frozen_and_cleared_by_hand, Net, _sgd, (["ddp", HALF], ["zero2", HALF])),
@@ -485,11 +589,23 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (written_gradients, Net, _sgd, (["ddp"], ["zero2"], ["zero1", HALF])),
     (gradients_by_grad, Net, _sgd, (["zero1"],)),
     (perturbed, Net, Averaging, (["fsdp"], ["ddp", MASTERS], ["zero2", HALF])),
-    (backward_after_clipping, Net, _sgd, (["zero2"], ["ddp", MASTERS], ["zero1", MASTERS])),
+    (
+        backward_after_clipping,
+        Net,
+        _sgd,
+        (["zero2"], ["ddp", MASTERS], ["zero1", MASTERS], [TORCHS, MASTERS]),
+    ),
     (loaded_by_names_of_the_model, Net, _sgd, (["ddp"], ["zero1"])),
     (plain, Net, _last_two, (["ddp"], ["zero2"])),
     (states_taken_out, Net, _sgd, (["fsdp"], ["ddp", HALF])),
-    (clipped_before_each_step, Net, _sgd, (["fsdp"], ["ddp", MASTERS])),
+    (clipped_before_each_step, Net, _sgd, (["fsdp"], ["ddp", MASTERS], ["ddp", HALF])),
+    (clipped_by_groups, Net, _sgd, (["ddp", MASTERS], ["zero1", MASTERS], ["fsdp", MASTERS])),
+    (prepared_and_clipped, Net, _sgd, (["ddp", MASTERS], ["zero1", HALF], ["fsdp", HALF])),
+    (sharpness_by_groups, Net, _sgd, (["ddp", MASTERS], ["zero1", HALF], ["fsdp", MASTERS])),
+    (of_the_head, Net, _sgd, (["ddp", MASTERS], ["zero1", MASTERS], ["fsdp", MASTERS])),
+    (read_after_the_step, Net, _sgd, (["ddp", MASTERS], ["zero1", MASTERS], ["fsdp", MASTERS])),
+    (weights_by_groups, Net, _sgd, (["ddp", HALF], ["zero1", MASTERS])),
+    (bounded_after_steps, Net, _sgd, (["ddp", MASTERS], ["fsdp", HALF])),
     (searched_after_hooks, Net, partial(torch.optim.LBFGS, max_iter=3), (["ddp", MASTERS],)),
     (noise_by_weights, Net, _sgd, (["fsdp"],)),
     (penalty_of_hooks, Penalised, _sgd, (["fsdp"], ["fsdp", "checkpoint"], ["ddp", "checkpoint"])),
@@ -507,7 +623,8 @@ REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, 
     (plain, Listed, _sgd, (["fsdp"],), "tied holds a parameter of the model in a list"),
     (states_read, Net, _sgd, (["zero1"],), "the state of this parameter is on another rank"),
     (groups_changed, Net, _sgd, (["zero1"],), "removed from or moved"),
-    (clipped_before_each_step, Net, _sgd, (["ddp", HALF],), "while they had the loss scale"),
+    (clipped_by_groups, Net, _sgd, (["ddp", HALF], ["fsdp", HALF]), "while they had the loss scale"),
+    (read_after_the_step, Net, _sgd, (["ddp", HALF],), "kept from an earlier step"),
     (plain, Net, _last_two, (["zero1"],), "optim_func makes 1 group of 2 of the 16 parameters"),
     (error_in_backward, Net, _sgd, (["fsdp"], ["zero2"]), "an error has ended the last backward pass"),
     (gradients_by_grad, Net, _sgd, (["fsdp"], ["zero2"]), "gradients that are all zero"),
@@ -520,7 +637,6 @@ REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, 
         "after the gradients were clipped",
     ),
     (own_optimizer, Net, _sgd, (["ddp", FP16], ["fsdp", HALF]), "not created by auto_accelerate"),
-    (written_masters, Net, _sgd, (["ddp", HALF], ["zero1", HALF]), "which are fp32 copies"),
     (rate_by_own_loss, Net, _sgd, (["zero1"], ["fsdp"]), "lr of the optimizer"),
     (loaded_on_one_rank, Net, _sgd, (["zero1"],), "before the update"),
 )

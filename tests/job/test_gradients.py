@@ -98,9 +98,10 @@ def _exact(model: nn.Module, norm_type: float) -> float:
     return float(torch.linalg.vector_norm(torch.cat(grads), norm_type))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_the_norm_of_millions_of_elements_is_exact_to_rounding(norm_type: float) -> None:
-    model = _large()
+def test_the_norm_of_millions_of_elements_is_exact_to_rounding(norm_type: float, dtype: torch.dtype) -> None:
+    model = _large().to(dtype)
     assert float(gradient_norm(model.parameters(), norm_type)) == pytest.approx(
         _exact(model, norm_type), rel=1e-6
     )

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from atorch_ns import auto_accelerate, checkpoint
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import Result
+from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
@@ -183,7 +184,7 @@ def _thawed_masters() -> tuple[float | None, int]:
         thaw(number, result.model)
         result.train_step(batch)
     assert result.optim is not None
-    masters = [p.dtype for group in result.optim.param_groups for p in group["params"]]
+    masters = [p.dtype for group in inner_optimizer(result.optim).param_groups for p in group["params"]]
     moved = checkpoint.export_state_dict(result)
     change = [float((moved[n].float() - before[n].float()).abs().max()) for n in moved if "blocks.0" in n]
     return min(change, default=None), masters.count(torch.bfloat16)

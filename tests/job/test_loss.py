@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from atorch_ns import auto_accelerate
 from atorch_ns.errors import InputError
 from atorch_ns.job import Autocast, LossScaling, first_loss
 from atorch_ns.job.loss import ForwardScope, LossScale, LossScaler, cast_inputs, wrap_loss
+from atorch_ns.testing.workers import run_ranks
 
 BF16 = Autocast("cpu", torch.bfloat16)
 
@@ -179,3 +183,117 @@ def test_autocast_ends_with_the_forward_pass_also_where_it_fails() -> None:
     assert not torch.is_autocast_enabled("cpu")
     copied = pickle.loads(pickle.dumps(model))
     assert copied(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+REDUCED: list[list[Any]] = [
+    [*data, precision]
+    for data in (["ddp"], [("ddp", {"reducer": "torch"})], ["zero1"], ["fsdp"])
+    for precision in (("half", "bf16"), ("amp_native", "bf16"))
+]
+
+
+def _dtypes_of_own_calls() -> list[torch.dtype]:
+    dtypes = []
+    for strategy in REDUCED:
+        model = nn.Linear(4, 4)
+        auto_accelerate(
+            model, torch.optim.SGD, loss_func=_identity, optim_args={"lr": 0.1}, load_strategy=strategy
+        )
+        dtypes.append(model(torch.ones(2, 4)).dtype)
+    return dtypes
+
+
+@pytest.mark.processes
+def test_a_call_of_the_users_own_model_is_cast_as_one_of_the_wrapper() -> None:
+    assert run_ranks(_dtypes_of_own_calls, 2, timeout_s=60) == [[torch.bfloat16] * len(REDUCED)] * 2
+
+
+class Weighed(nn.Module):
+    """A model with methods that give penalties, one of which remembers its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+    def size(self) -> Tensor:
+        return torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
+
+    def annealed_size(self) -> Tensor:
+        self.num_calls += 1
+        return self.size() / self.num_calls
+
+
+def _add_over_labels(batch: Any, output: Tensor) -> Tensor:
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
+LOSSES: dict[str, Any] = {
+    "sum": lambda model: _add_over_labels,
+    "mean": lambda model: lambda batch, output: _add_over_labels(batch, output) / len(output),
+    "penalty": lambda model: lambda batch, output: _add_over_labels(batch, output) + 1e-2 * model.size(),
+    "share": lambda model: (
+        lambda batch, output: _add_over_labels(batch, output) + 1e-2 * model.size() * len(output) / 24
+    ),
+    "annealed": lambda model: (
+        lambda batch, output: _add_over_labels(batch, output) + 1e-2 * model.annealed_size()
+    ),
+    "pass": lambda model: lambda batch, output: _add_over_labels(batch, output + model(batch[0])),
+}
+
+
+def _told_of_sum(strategy: list[Any], kind: str, *, own_loop: bool = False) -> list[str]:
+    model = Weighed()
+    _, result, _ = auto_accelerate(
+        model,
+        torch.optim.SGD,
+        loss_func=LOSSES[kind](model),
+        optim_args={"lr": 0.1},
+        model_input_format="first",
+        loss_reduction="sum",
+        load_strategy=strategy,
+    )
+    assert result is not None
+    assert result.loss_func is not None
+    size = 12 - 3 * result.rank * (kind == "penalty")  # whose ranks differ in the number of parts
+    batch = torch.randn(size, 4), torch.arange(size) % 3
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(10):  # the first and the tenth are tested
+            if own_loop:
+                result.loss_func(batch, result.model(batch[0])).backward()
+            else:
+                result.train_step(batch)
+    assert kind != "annealed" or model.num_calls == 10 * result.job.step.num_micro_batches
+    return [text for one in told if "over samples" in (text := str(one.message))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", [["ddp"], ["fsdp"], ["fsdp", ("amp_native", "bf16")]], ids=str)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_penalty_in_a_sum_is_told_of_on_all_ranks(strategy: list[Any], kind: str) -> None:
+    words = "the loss is not a sum over samples: that of a batch is"
+    for told in run_ranks(_told_of_sum, 2, args=(strategy, kind), timeout_s=60):
+        assert [text.startswith(words) for text in told] == [True] * (kind in ("penalty", "mean"))
+        assert all("counts once for each. Multiply it by the batch's share" in text for text in told)
+
+
+@pytest.mark.parametrize(("num", "kinds"), [(1, ()), (2, ("penalty", "mean"))])
+def test_a_penalty_in_a_sum_is_told_of_where_micro_batches_add_up(num: int, kinds: Sequence[str]) -> None:
+    for kind in LOSSES:
+        told = _told_of_sum([("gradient_accumulation", num)] if num > 1 else [], kind)
+        assert len(told) == (kind in kinds), kind
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_a_sum_in_a_custom_loop_is_told_of_whatever_the_step_does(kind: str) -> None:
+    for told in run_ranks(partial(_told_of_sum, ["ddp"], kind, own_loop=True), 2, timeout_s=60):
+        assert [text.startswith("the loss is not a mean over samples") for text in told] == [True] * (
+            kind == "sum"
+        )

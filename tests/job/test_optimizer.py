@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+import pickle
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.optim.lr_scheduler as schedules
 from torch import nn
+from torch.optim.swa_utils import SWALR
 
 from atorch_ns.errors import StepError
 from atorch_ns.job import LossScaling, StepOptimizer
@@ -27,10 +34,157 @@ def test_small_updates_reach_16_bits_through_their_masters() -> None:
     for _ in range(4):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        assert weight.grad is None, "the gradient is the master's"
+        assert weight.grad.tolist() == [1.0, 1.0], "it stays until it is cleared"
         optimizer.zero_grad()
     assert float(masters.master_of(weight)[0]) == 1.0 - 4 * 2.0**-10
     assert float(weight[0]) == 1.0 - 2.0**-8, "the sum of what would each be lost"
+
+
+def _with_masters(*weights: nn.Parameter, **options: Any) -> Any:
+    masters = MasterWeights(weights)
+    return StepOptimizer(
+        torch.optim.SGD(masters.groups([{"params": weights, "lr": 1.0, **options}])), masters=masters
+    )
+
+
+def test_groups_show_the_model() -> None:
+    weight, other = _weight(2.0, torch.bfloat16), _weight(dtype=torch.float16)
+    optimizer = _with_masters(weight, other)
+    (group,), (inner,) = optimizer.param_groups, optimizer.inner.param_groups
+    assert isinstance(group["params"], list)
+    assert [id(parameter) for parameter in group["params"]] == [id(weight), id(other)]
+    assert inner["params"][0] is optimizer.masters.master_of(weight)
+    with torch.no_grad():
+        torch._foreach_mul_(group["params"], 2.0)
+    for copied in (dict(group), {**group}, group.copy(), copy.copy(group)):
+        assert type(copied) is dict
+        assert copied["params"] == group["params"]
+    assert repr(group) == repr(dict(group))
+    for copied in (
+        copy.deepcopy(group),
+        pickle.loads(pickle.dumps(group)),
+        copy.deepcopy(optimizer.param_groups)[0],
+    ):
+        assert copied["params"][0] is not weight
+        assert copied["params"][0].tolist() == [4.0, 4.0]
+        copied["lr"] = 3.0
+    assert inner["lr"] == 1.0
+
+
+def test_what_changes_in_groups_changes_the_inner_ones() -> None:
+    weight, other = _weight(2.0, torch.bfloat16), _weight(dtype=torch.float16)
+    optimizer = _with_masters(weight, other)
+    (group,), (inner,) = optimizer.param_groups, optimizer.inner.param_groups
+    masters = [optimizer.masters.master_of(each) for each in (weight, other)]
+
+    def ids() -> list[int]:
+        return [id(each) for each in inner["params"]]
+
+    both, swapped, first = [*map(id, masters)], [*map(id, reversed(masters))], [id(masters[0])]
+    group["lr"] = 2.0
+    group.setdefault("initial_lr", 5.0)
+    assert (inner["lr"], inner["initial_lr"], group.pop("initial_lr")) == (2.0, 5.0, 5.0)
+    assert "initial_lr" not in inner
+    for change, expected in (
+        (lambda: group["params"].pop(-1), first),
+        (lambda: group["params"].append(other), both),
+        (lambda: operator.setitem(group, "params", group["params"][::-1]), swapped),
+        (lambda: group.update(params=[weight]), first),
+        (lambda: operator.setitem(group, "params", group["params"] + [other]), both),
+        (lambda: operator.delitem(group["params"], 1), first),
+        (lambda: operator.iadd(group["params"], [other]), both),
+        (lambda: operator.delitem(group["params"], slice(None)), []),
+        (lambda: group["params"].extend([weight, other]), both),
+        (lambda: operator.setitem(group["params"], slice(None), [other, weight]), swapped),
+        (lambda: group["params"].sort(key=lambda p: p is other), both),
+        (lambda: group["params"].remove(weight), both[1:]),
+        (lambda: group["params"].insert(0, weight), both),
+    ):
+        change()
+        assert ids() == expected
+    optimizer.param_groups.append({"params": [group["params"].pop()], "lr": 7.0})
+    assert [id(each) for each in optimizer.inner.param_groups[1]["params"]] == both[1:]
+    assert (optimizer.inner.param_groups[0], optimizer.inner.param_groups[1]["lr"]) == (inner, 7.0)
+    del optimizer.param_groups[1]
+    assert len(optimizer.inner.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(schedules.StepLR, step_size=1),
+        partial(schedules.OneCycleLR, max_lr=1.0, total_steps=9),
+        partial(schedules.CyclicLR, base_lr=0.1, max_lr=1.0),
+        partial(schedules.CosineAnnealingWarmRestarts, T_0=5),
+        partial(schedules.ReduceLROnPlateau, patience=0, threshold=0.0),
+        partial(SWALR, swa_lr=0.1),
+        lambda optimizer: schedules.SequentialLR(
+            optimizer,
+            [schedules.LinearLR(optimizer), schedules.ExponentialLR(optimizer, 0.9)],
+            milestones=[1],
+        ),
+    ],
+)
+def test_schedules_reach_the_inner_groups(make: Callable[[Any], Any]) -> None:
+    found = []
+    for masters in (MasterWeights([]), None):
+        weight = _weight()
+        inner = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+        optimizer = StepOptimizer(inner, masters=masters)
+        schedule = make(optimizer)
+        for _ in range(3):
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            schedule.step(*([1.0] if isinstance(schedule, schedules.ReduceLROnPlateau) else []))
+        found.append((inner.param_groups[0]["lr"], inner.param_groups[0]["momentum"], weight.tolist()))
+    assert found[0] == found[1]
+    assert found[0][0] != 1.0
+
+
+def test_gradients_are_of_the_model_whatever_the_optimizer_does_with_them() -> None:
+    class Own(torch.optim.SGD):
+        def double_grad(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = 2 * parameter.grad
+
+        def halve_grad(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.mul_(0.5)
+
+        def clear_grad(self) -> None:
+            self.zero_grad()
+
+    for on_host in (False, True):
+        weight = _weight(1.0, torch.bfloat16)
+        masters = MasterWeights([weight], on_host=on_host)
+        optimizer: Any = StepOptimizer(Own(masters.groups([{"params": [weight]}]), lr=0.125), masters=masters)
+        weight.grad = torch.ones_like(weight)
+        optimizer.double_grad()
+        assert weight.grad.tolist() == [2.0, 2.0]
+        optimizer.halve_grad()
+        assert weight.grad.tolist() == [1.0, 1.0]
+        optimizer.step()
+        assert list(optimizer.state) in ([], [weight])
+        assert weight.tolist() == [0.875, 0.875]
+        weight.sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [0.625, 0.625], "gradients that are not cleared add up"
+        optimizer.zero_grad(set_to_none=False)
+        assert (weight.grad.tolist(), weight.grad.dtype) == ([0.0, 0.0], torch.bfloat16)
+        weight.sum().backward()
+        optimizer.clear_grad()
+        assert weight.grad is None
+
+
+def test_written_masters_are_refused() -> None:
+    weight = _weight(dtype=torch.bfloat16)
+    optimizer = _with_masters(weight)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with torch.no_grad():
+        optimizer.inner.param_groups[0]["params"][0].add_(1.0)
+    with pytest.raises(StepError, match="fp32 copies of weights were written outside of its step"):
+        optimizer.step()
 
 
 def test_fp32_and_frozen_parameters_have_no_master() -> None:

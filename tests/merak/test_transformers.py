@@ -15,14 +15,7 @@ _OVERRIDDEN = sorted(
     if inspect.isfunction(value) and (name in vars(Trainer) or name.startswith("_"))
 )
 _OWN = {"__init__", "_options_of", "_optimizer_recipe", "_prediction_step"}
-_OWN |= {
-    "_ensure_job",
-    "_find_strategy",
-    "_search_degrees",
-    "_train_sample",
-    "_global_batch_size",
-    "_lay_out",
-}
+_OWN |= {"_ensure_job", "_find_strategy", "_search_degrees", "_global_batch_size", "_lay_out"}
 
 
 @pytest.mark.parametrize("name", [name for name in _OVERRIDDEN if name not in _OWN])

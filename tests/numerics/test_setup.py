@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.cluster import cpu_hardware
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
+from atorch_ns.method import load_registry
 from atorch_ns.numerics.reference import MAX_PARTS, part_of_ranks
-from atorch_ns.numerics.setup import draw_batches, fill, round_to, structure_of
+from atorch_ns.numerics.setup import draw_batches, fill, prepare, round_to, structure_of
+from atorch_ns.strategy import Strategy
 
 
 class Tied(nn.Module):
@@ -59,6 +64,20 @@ def test_rounding_leaves_integers_alone() -> None:
     round_to(model, torch.bfloat16)
     assert torch.equal(model.weight, model.weight.bfloat16().float())
     assert model.count.item() == 257
+
+
+def test_a_rank_may_use_half_of_its_memory() -> None:
+    inputs = Inputs(
+        model=nn.Linear(4, 4), sample_batch=torch.randn(2, 4), loss_func=lambda batch, output: output.sum()
+    )
+    num_bytes = 4 * 4 * (4 * 4 + 4)
+    for memory in (2 * num_bytes, 2 * num_bytes - 2):
+        cluster = Cluster(local_world_size=2, device_memory_bytes=memory, hardware=cpu_hardware(2, memory))
+        refused = (
+            nullcontext() if memory == 2 * num_bytes else pytest.raises(InputError, match="may use only")
+        )
+        with refused:
+            prepare(inputs, cluster, Strategy([]), load_registry(), shallow=False, rows=1)
 
 
 def _drawn(dataset: Any, **args: Any) -> list[list[Any]]:

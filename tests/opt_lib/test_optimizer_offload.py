@@ -48,7 +48,7 @@ def test_replicated_equals_one_process() -> None:
 
 @pytest.mark.usefixtures("_used_on_cpu")
 @pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_weights_are_copies_in_fp32_and_gradients_leave_the_device(dtype: str | None) -> None:
+def test_weights_are_copies_in_fp32_and_gradients_come_back(dtype: str | None) -> None:
     strategy = [OFFLOAD] if dtype is None else [OFFLOAD, ("half", dtype)]
     result = accelerate_case(get_case("mlp"), strategy)
     assert result.dataloader is not None
@@ -61,15 +61,20 @@ def test_weights_are_copies_in_fp32_and_gradients_leave_the_device(dtype: str | 
         assert master.dtype == torch.float32
         assert master.data_ptr() != parameter.data_ptr()
         assert torch.equal(parameter, master.to(parameter.dtype))
-        assert parameter.grad is None
-        assert master.grad is not None
+        assert parameter.grad is not None, "until they are cleared, as in one process"
+        assert parameter.grad.dtype == parameter.dtype
+        assert master.grad is None
 
 
 @pytest.mark.usefixtures("_used_on_cpu")
-def test_clipping_sees_gradients_on_the_host() -> None:
+@pytest.mark.parametrize("others", [[], [("half", "bf16")]], ids=str)
+def test_clipping_is_as_exact_as_without(others: list[Any]) -> None:
     case = get_case("mlp")
     norms = []
-    for strategy in ([], [OFFLOAD]):
+    for strategy in (
+        [("half", {"dtype": "bf16", "master_weights": True})] if others else [],
+        [OFFLOAD, *others],
+    ):
         result = accelerate_case(case, strategy)
         batch = case.make_batch(8, 0)
         assert result.loss_func is not None

@@ -307,7 +307,15 @@ class TestReuse:
         def around(dims: tuple[int, ...]) -> Any:
             return lambda graph, config: whole_graph(graph, config, dims)
 
-        for number, make_policy in enumerate((lambda d: functools.partial(whole_graph, dims=d), around)):
+        class Policy:
+            def __init__(self, dims: tuple[int, ...]) -> None:
+                self.dims = dims
+
+            def of(self, graph: Any, config: ComputeConfig) -> Any:
+                return whole_graph(graph, config, self.dims)
+
+        makers = (lambda d: functools.partial(whole_graph, dims=d), around, lambda d: Policy(d).of)
+        for number, make_policy in enumerate(makers):
             make(tmp_path, policy=make_policy((0,)), instance_name=str(number))
             make(tmp_path, policy=make_policy((0,)), instance_name=str(number), reuse="moo")
             with pytest.raises(InputError, match="policy"):

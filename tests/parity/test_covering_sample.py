@@ -13,7 +13,6 @@ from typing import Final
 import pytest
 import torch
 
-from atorch_ns.errors import InputError
 from benchmarks._models import by_hand, from_transformers
 from benchmarks._models.entry import Entry, has_experts
 from benchmarks._models.row import STRATEGIES, References, Strategy, run_row
@@ -92,21 +91,21 @@ DIVISIONS: Final[dict[str, tuple[set[str], set[str], str]]] = {
         set(),
         "a table of biases for the heads of all ranks, which only numbers show",
     ),
-    "transformers/t5": (
-        {
-            "decoder.block.*.layer.*.EncDecAttention",
-            "decoder.block.*.layer.*.SelfAttention",
-            "encoder.block.*.layer.*.SelfAttention",
-        },
-        set(),
-        "biases for the heads of all ranks come from the first block, which only numbers show",
+    **dict.fromkeys(
+        ("transformers/t5", "transformers/switch_transformers"),
+        (
+            {
+                "decoder.block.*.layer.*.EncDecAttention",
+                "decoder.block.*.layer.*.SelfAttention",
+                "encoder.block.*.layer.*.SelfAttention",
+            },
+            set(),
+            "biases for the heads of all ranks come from the first block, which only numbers show",
+        ),
     ),
 }
 """Where the division that the search prices is not the one that runs: the owners of parameters that are priced as divided
 and run otherwise, of those that run divided and are priced otherwise, and the reason."""
-
-UNRECORDED: Final = ("transformers/switch_transformers", "transformers/wav2vec2")
-"""Their code looks at values, so that operators are recorded in a real run alone."""
 
 
 def _entries() -> dict[str, Entry]:
@@ -163,16 +162,13 @@ def _owners(names: Iterable[str]) -> set[str]:
     return {re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0].rpartition(".")[0]) for name in names}
 
 
-@pytest.mark.parametrize("key", [key for key in SAMPLE if key not in UNRECORDED])
+@pytest.mark.parametrize("key", SAMPLE)
 def test_what_is_priced_as_divided_runs_divided(key: str) -> None:
     torch.manual_seed(0)  # random weights decide what numbers show
     case = ENTRIES[key].case()
     batch = case.make_batch(4, 0)
     dims = priced(case.build(), batch, lambda model, given: case.loss_func(given, case.call(model, given)))
-    try:
-        runs = divided(case.build(), batch, case.call, by_numbers=True)
-    except InputError:  # nothing of a convolutional model is divided
-        runs = {}
+    runs = divided(case.build(), batch, case.call)
     expected = DIVISIONS.get(key, (set(), set(), ""))[:2]
     otherwise = (
         {name for name in dims if dims[name] != runs.get(name)},

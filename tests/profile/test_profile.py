@@ -30,6 +30,13 @@ def test_round_trip(profile: Profile) -> None:
         assert json.loads(text)["schema"] == 2
 
 
+def test_a_profile_without_a_later_field(profile: Profile) -> None:
+    text = profile.to_json()
+    earlier = text.replace('"is_vocabulary":false,', "")
+    assert earlier != text
+    assert Profile.from_json(earlier) == profile
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import MemoryParts, PlanTable, Workload
 from atorch_ns.estimate.memory.peak import price_memory
-from atorch_ns.profile import Trace, profile_model
+from atorch_ns.profile import Trace, fused, profile_model
 from atorch_ns.sharding import find_dims
 from atorch_ns.strategy import Plan, Recomputation
 from tests.profile.subjects import Stack, case_inputs, square
@@ -165,6 +166,56 @@ def test_dropout_of_gpus_keeps_bytes_and_none_in_attention() -> None:
     assert fused not in found["cpu"], "the CPU's kernel has no dropout"
 
 
+class Latent(nn.Module):
+    """Attention whose values have a quarter of the width of its queries."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.project, self.attend = nn.Linear(16, 36), attend
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        heads = self.project(inputs).unflatten(-1, (2, 18)).transpose(1, 2).split([8, 8, 2], -1)
+        return self.attend(*heads, is_causal=True).square().sum()
+
+
+def _written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> torch.Tensor:
+    assert is_causal
+    mask = torch.full((query.shape[-2],) * 2, -torch.inf, device=query.device).triu(1)
+    return (query @ key.mT + mask).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, fused(_written_out)])
+def test_gpus_attend_by_one_operator_where_the_cpu_has_none(attend: Callable[..., torch.Tensor]) -> None:
+    model, batch, key = Latent(attend), torch.randn(4, 64, 16), "float32/bfloat16"
+    (here,), (there,) = (
+        _trace(model, batch, lambda model, x: model(x), precisions=[key], device=device).segments
+        for device in ("cpu", "cuda")
+    )
+    assert (there.num_attentions, there.heads, there.head_width) == (1, (2, 2), 8)
+    assert here.costs[key].forward.attention.at(4) == 0
+    assert there.costs[key].forward.attention.at(4) == 2 * 4 * 2 * (64 * 65 // 2) * (8 + 2)
+    values = {"inputs": 16, "projected": 36, "attention": 4, "log-sum-exp": 2 * 2}  # 16 bits each
+    assert there.costs[key].saved.per_sample == 64 * 2 * sum(values.values())
+    assert here.costs[key].saved.per_sample > 2 * 64 * 64 * 2
+
+
+def test_what_is_fused_is_called_as_it_is() -> None:
+    inputs = [torch.randn(2, 4, 8, width, requires_grad=True) for width in (6, 6, 3)]
+    kernel = fused(_written_out, like="attention")
+    compiled = torch.compile(kernel, backend="aot_eager", fullgraph=True)
+    outs = [call(*inputs, is_causal=True) for call in (_written_out, kernel, compiled)]
+    gradients = [torch.autograd.grad(out.sum(), inputs) for out in outs]
+    for out, found in zip(outs, gradients, strict=True):
+        assert torch.equal(out, outs[0])
+        assert all(map(torch.equal, found, gradients[0]))
+    with torch.device("meta"):  # a mode of the user's reaches the function's own calls
+        assert fused(lambda: torch.ones(3))().is_meta
+    with pytest.raises(InputError, match=r"fused\(like='mlp'\): only the cost of attention is known"):
+        fused(_written_out, like="mlp")
+
+
 def test_what_only_local_variables_hold_is_told_apart() -> None:
     class Holds(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -269,6 +320,28 @@ def test_sequence_gives_costs_of_other_lengths() -> None:
                 assert values[0] == pytest.approx(values[1], rel=1e-9)
             saved = [s.costs["float32"].saved.at(8, num_tokens) for s in (one, other)]
             assert saved[0] == pytest.approx(saved[1], rel=0.02)
+
+
+def test_a_short_sequence_is_traced_at_no_more_tokens() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.positions = nn.Embedding(16, 8), nn.Parameter(torch.randn(6, 8))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.words(ids) + self.positions[: ids.shape[1]]
+
+    trace = _trace(Positions(), torch.zeros(2, 6, dtype=torch.int64), sequence=True)
+    assert trace.notes == ()
+    assert trace.segments[0].costs["float32"].forward.moved.per_token > 0
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_router_does_not_count_as_attention(attention: str) -> None:
+    model, batch, forward_loss = case_inputs("hf_mixtral")
+    model.set_attn_implementation(attention)
+    trace = _trace(model, batch, forward_loss)
+    assert {(s.num_attentions, s.num_routed) for s in trace.segments if s.is_block} == {(1, 1)}
 
 
 def test_every_sample_against_every_other() -> None:

@@ -234,6 +234,23 @@ def test_damage_of_what_ranks_have_added_is_found(tmp_path: Path, harm: str) -> 
         trained(tmp_path, 2, checkpoint={"resume_from": "last"})
 
 
+def test_what_hooks_have_added_names_its_file_where_a_class_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, 1)
+
+    load = torch.load
+
+    def fail(file: Any, **options: Any) -> Any:
+        if str(file).endswith("0.ckpt"):
+            raise ModuleNotFoundError("No module named 'hooks'")
+        return load(file, **options)
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(CheckpointError, match=r"0\.ckpt, .* No module named 'hooks'\. If it lacks a class"):
+        trained(tmp_path, 2, checkpoint={"resume_from": "last"})
+
+
 def test_damage_of_a_merged_file_is_found(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     merged = tmp_path / "one.ckpt"
@@ -349,6 +366,28 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, links: bool) 
     ).train_status
     assert status.finished_train_steps == 3
     assert (folder / "last").resolve().exists()
+
+
+def test_a_crash_while_a_copy_takes_the_place_of_a_link_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, 2, checkpoint={"symlink_best_and_last": True})
+
+    rename = Path.rename
+
+    def fail(draft: Path, target: Path) -> Path:
+        if draft.name == ".last.tmp":
+            raise OSError("killed")
+        return rename(draft, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(CheckpointError, match="killed"):
+            trained(tmp_path, 3, checkpoint={"resume_from": "last", "symlink_best_and_last": False})
+    caplog.set_level("INFO", "atorch_ns")
+    assert trained(tmp_path, 3, checkpoint={"resume_from": "last"}).train_status.finished_train_steps == 3
+    assert "begins anew" not in caplog.text
 
 
 def test_nothing_is_saved_where_nothing_shall_be(tmp_path: Path) -> None:

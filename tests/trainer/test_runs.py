@@ -333,6 +333,15 @@ def test_schedulers_step_by_epoch_or_step(tmp_path: Path, interval: Any) -> None
     )
 
 
+def test_a_plateau_is_judged_by_the_validation_of_its_own_epoch(tmp_path: Path) -> None:
+    scheduler = LRSchedulerConfig(type=torch.optim.lr_scheduler.ReduceLROnPlateau, interval="epoch")
+    trainer = Trainer(
+        train_args=args_of(str(tmp_path), pas_policy="dp", lr_scheduler=scheduler, max_epochs=1)
+    )
+    trainer.run()
+    assert trainer.lr_scheduler.best == trainer.train_status.val_loss
+
+
 class Late(Dataset):
     """Fails on the second rank, when it is made or later."""
 

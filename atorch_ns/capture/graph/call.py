@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,10 +30,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor. A size that depends on values counts as 1."""
-        count = 1
-        for size in self.known_shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.known_shape) * self.dtype.itemsize
 
     @property
     def known_shape(self) -> tuple[int, ...]:
@@ -61,9 +59,20 @@ class Call:
         return str(self.operator)
 
     @cached_property
+    def short_name(self) -> str:
+        """The operator's name without namespace and overload: ``linear``."""
+        return self.name.split(".")[1]
+
+    @cached_property
+    def argument_names(self) -> list[str]:
+        """The names of the operator's arguments, in the order of its schema."""
+        return [argument.name for argument in self.operator._schema.arguments]  # type: ignore[attr-defined]
+
+    @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Its tensor arguments in order, lists flattened."""
-        return tuple(_tensor_specs((self.args, tuple(self.kwargs.values()))))
+        items = iter_items((self.args, tuple(self.kwargs.values())))
+        return tuple(item for item in items if isinstance(item, TensorSpec))
 
     def argument(self, name: str) -> Any:
         """The value of an argument by its name in the operator's schema, or its default."""
@@ -77,9 +86,10 @@ class Call:
         return values | dict(self.kwargs)
 
 
-def _tensor_specs(value: Any) -> Iterable[TensorSpec]:
-    if isinstance(value, TensorSpec):
-        yield value
-    elif isinstance(value, (tuple, list)):
+def iter_items(value: Any) -> Iterator[Any]:
+    """The items of nested tuples and lists, in order; the value itself if it is neither."""
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensor_specs(item)
+            yield from iter_items(item)
+    else:
+        yield value

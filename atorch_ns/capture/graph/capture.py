@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
+from atorch_ns.capture.graph.call import iter_items
 from atorch_ns.capture.graph.python_state import (
     ChangedError,
     UnrepeatableError,
@@ -206,9 +207,7 @@ def capture(
             try:
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
             except Exception as error:
-                change = next(
-                    (cause for cause in _iter_causes(error) if isinstance(cause, ChangedError)), None
-                )
+                change = _find_cause(error, ChangedError)
                 if change is None:
                     raise
                 change.settle()  # keep what a first pass sets once
@@ -223,25 +222,22 @@ def capture(
 def _make_capture_error(model: nn.Module, error: Exception) -> CaptureError:
     frame = user_frame(error)
     where = f" at {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else ""
-    unrepeatable = next(
-        (cause for cause in _iter_causes(error) if isinstance(cause, UnrepeatableError)), None
-    )
+    unrepeatable = _find_cause(error, UnrepeatableError)
     by_values = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
     why = "its code decides by the values of tensors" if by_values else error_line(error)
+    problem = f"the operators of {type(model).__name__} cannot be captured:"
     if unrepeatable is not None:
-        return CaptureError(
-            f"the operators of {type(model).__name__} cannot be captured: {unrepeatable}{where}."
-        )
+        return CaptureError(f"{problem} {unrepeatable}{where}.")
     return CaptureError(
-        f"the operators of {type(model).__name__} cannot be captured: {why}{where}. Write the decision with torch.where or "
-        "outside of forward, or use tensor_parallel, which needs no graph."
+        f"{problem} {why}{where}. Write the decision with torch.where or outside of forward, or use tensor_parallel, "
+        "which needs no graph."
     )
 
 
-def _iter_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
+def _find_cause(error: BaseException | None, kind: type[BaseException]) -> Any:
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
+    return error
 
 
 def _check_outputs(model: nn.Module, outputs: Any) -> None:
@@ -440,7 +436,7 @@ def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
         return
     for parameter, argument in zip(schema.arguments, node.args, strict=False):
         if parameter.alias_info is not None:  # the result may be a view of it
-            yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
+            yield from (value for value in iter_items(argument) if isinstance(value, fx.Node))
 
 
 def _returns_alias(node: Any) -> bool:
@@ -453,15 +449,7 @@ def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
     if node.op == "call_function" and schema is not None and schema.is_mutable:
         for parameter, argument in itertools.zip_longest(schema.arguments, node.args):
             if parameter is not None and parameter.alias_info is not None and parameter.alias_info.is_write:
-                yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
-
-
-def _iter_leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _iter_leaves(item)
-    else:
-        yield value
+                yield from (value for value in iter_items(argument) if isinstance(value, fx.Node))
 
 
 def _functional_variant(node: fx.Node) -> Callable[..., Any] | None:

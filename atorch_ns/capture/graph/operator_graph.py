@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
-from atorch_ns.capture.graph.call import UNKNOWN_SIZE, Call, TensorSpec
+from atorch_ns.capture.graph.call import UNKNOWN_SIZE, Call, TensorSpec, iter_items
 from atorch_ns.capture.graph.capture import Captured, Modes, Origin, capture, flat_arguments
 from atorch_ns.capture.structure import Container, truncate
 from atorch_ns.text import is_library
@@ -212,11 +212,8 @@ def _find_learnt_values(program: Captured) -> frozenset[fx.Node]:
 def spec_of(value: torch.Tensor, *, learnt: bool = False) -> TensorSpec:
     """The shape and dtype of a fake tensor, with the sample's sizes where sizes vary."""
     floats = value.dtype.is_floating_point
-    return TensorSpec(tuple(_size_hint(size) for size in value.shape), value.dtype, learnt and floats)
-
-
-def _size_hint(size: Any) -> int:
-    return sample_size(size, UNKNOWN_SIZE)
+    shape = tuple(sample_size(size, UNKNOWN_SIZE) for size in value.shape)
+    return TensorSpec(shape, value.dtype, learnt and floats)
 
 
 def module_path(node: fx.Node) -> str:
@@ -251,16 +248,8 @@ def _is_operator(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and node.target is not operator.getitem  # it picks one of several results
-        and any(True for _ in _iter_tensors(node.meta.get("val")))  # sizes are not tensors
+        and any(isinstance(item, torch.Tensor) for item in iter_items(node.meta.get("val")))  # not sizes
     )
-
-
-def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _iter_tensors(item)
 
 
 def _make_call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, tuple[fx.Node, ...]]:
@@ -272,12 +261,13 @@ def _make_call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, t
             inputs.append(value)
             return spec_of(example, learnt=value in learnt)
         if isinstance(example, (torch.SymInt, int)):
-            return _size_hint(example)
+            return sample_size(example, UNKNOWN_SIZE)
         return example
 
     args = fx.node.map_arg(node.args, spec)
     kwargs = fx.node.map_arg(node.kwargs, spec)
-    outputs = tuple(spec_of(value, learnt=node in learnt) for value in _iter_tensors(node.meta["val"]))
+    results = [item for item in iter_items(node.meta["val"]) if isinstance(item, torch.Tensor)]
+    outputs = tuple(spec_of(value, learnt=node in learnt) for value in results)
     return Call(node.target, tuple(args), dict(kwargs), outputs), tuple(inputs)  # type: ignore[arg-type]
 
 

@@ -67,11 +67,6 @@ class Membership:
         """Notes that a rank will not call again."""
         self._members[rank].left = True
 
-    def restart_clocks(self, now: float) -> None:
-        """Counts silence from now on, where the coordinator itself was not running before."""
-        for member in self._members.values():
-            member.last_seen = now
-
     @property
     def absent(self) -> list[int]:
         """The ranks that never joined."""
@@ -143,6 +138,7 @@ class Coordinator:
         self._trial: TrialUnderWay | None = None
         self._is_cancelled = False
         self._over: Over | None = None
+        self._suspended_s = 0.0
         self._start = self._last_move = self._last_note = clock()
 
     @property
@@ -170,7 +166,7 @@ class Coordinator:
             CoordinatorError: the rank is not of this job, or another process has it.
         """
         with self._condition:
-            self._members.join(rank, session, last_task_id, self._clock())
+            self._members.join(rank, session, last_task_id, self._read_clock())
             self._advance_search()
         self.events.deliver()  # without the lock, here and below: the observer is the user's code
         # At most 200 heartbeats a second of all ranks, and at least four of each within its time-out.
@@ -216,7 +212,7 @@ class Coordinator:
             self._record_contact(report.rank)
             verdict: Verdict = "stale"
             if self._trial is not None:
-                verdict = self._trial.add(report, self._clock())
+                verdict = self._trial.add(report, self._read_clock())
             self.counts[f"{verdict} reports"] += 1
             self._advance_search()
         self.events.deliver()
@@ -256,7 +252,7 @@ class Coordinator:
                 self._is_cancelled = True
                 self._search.cancel(reason)
                 if self._trial is not None:  # the end comes when all ranks have left its collectives
-                    self._trial.cancel(self._clock())
+                    self._trial.cancel(self._read_clock())
                 else:
                     self._finish_search()
         self.events.deliver()
@@ -275,8 +271,17 @@ class Coordinator:
     def _record_contact(self, rank: int) -> None:
         if not self._members.has(rank):
             raise NotJoinedError(f"rank {rank} has not joined")
-        self._members.record_contact(rank, self._clock())
+        self._members.record_contact(rank, self._read_clock())
         self._advance_search()
+
+    def _read_clock(self) -> float:
+        now = self._clock() - self._suspended_s
+        # This process was suspended or starved: that nobody joined, called or ended meanwhile says nothing.
+        if now - self._last_move > self._members.timeout_s / 2:
+            self._suspended_s += now - self._last_move
+            now = self._last_move
+        self._last_move = now
+        return now
 
     def _pending_answer(self, rank: int, done_id: int) -> TrialTask | Over | None:
         if self._over is not None or self._trial is None:
@@ -288,11 +293,7 @@ class Coordinator:
     def _advance_search(self) -> None:
         if self._over is not None:
             return
-        now = self._clock()
-        # This process was suspended or starved: that the ranks were silent meanwhile says nothing.
-        if now - self._last_move > self._members.timeout_s / 2:
-            self._members.restart_clocks(now)
-        self._last_move = now
+        now = self._read_clock()
         if silence := self._members.silent(now):
             for rank in silence:
                 self._members.leave(rank)  # its last call will not come
@@ -341,7 +342,7 @@ class Coordinator:
             task=new_task,
             search_id=task.id,
             world_size=self.world_size,
-            started=self._clock(),
+            started=self._read_clock(),
             grace_s=self._grace_s,
         )
         self.events.put_start(new_task)

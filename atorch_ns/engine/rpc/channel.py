@@ -22,6 +22,7 @@ _PAUSE_S = 0.2  # between attempts
 # Who has never answered is more likely at another address than away; a process that starts takes less.
 _FIRST_CONTACT_S = 10.0
 _NOTE_AFTER_S = 10.0  # of silence
+_LATE_S = 2.0  # by which a call of a process that runs does not outlast its deadline
 # https://grpc.io/docs/guides/retry: the first line of defence, within one call's deadline.
 _RETRY_POLICY = {
     "maxAttempts": 4,
@@ -129,10 +130,14 @@ class CoordinatorChannel:
         """
         start, has_noted = time.monotonic(), False
         while True:
+            attempt = time.monotonic()
             try:
                 return self.call(name, request, timeout_s=timeout_s)
             except UnreachableError as error:
-                silence_s = time.monotonic() - start
+                now = time.monotonic()
+                if now - attempt > timeout_s + _LATE_S:  # this process was suspended, which is no silence
+                    start = now
+                silence_s = now - start
                 never_heard = not self._has_answered and not error.connected
                 limit_s = min(within_s, _FIRST_CONTACT_S) if never_heard else within_s
                 if silence_s > limit_s or self._closing.is_set():

@@ -228,11 +228,12 @@ class CoordinatorClient:
     def _send_heartbeats(self) -> None:
         last_answer = time.monotonic()
         while not self._closing.wait(self._heartbeat_s):
-            caller = self._make_caller()  # before the call, as the main thread may join anew meanwhile
+            # Before the call, as the main thread may join anew meanwhile, or this process be suspended.
+            caller, silence_s = self._make_caller(), time.monotonic() - last_answer
             try:
                 reply = self._call_heartbeat(caller)
             except UnreachableError:
-                is_over = time.monotonic() - last_answer > self._reconnect_s
+                is_over = silence_s > self._reconnect_s
             except (NotJoinedError, CoordinatorError):
                 # Restarted, or the job is gone: the main thread finds out which, once its trial has ended.
                 is_over = True
@@ -240,8 +241,7 @@ class CoordinatorClient:
                 last_answer = time.monotonic()
                 self._to_end = frozenset(reply.cancel)
                 is_over = reply.over
-            if is_over:
-                self._past_incarnation = caller.incarnation
+            self._past_incarnation = caller.incarnation if is_over else ""
 
 
 def _parse_over(message: pb.Over) -> Over:

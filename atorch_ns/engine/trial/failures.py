@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from atorch_ns.cluster.cluster import cgroup_files
 from atorch_ns.errors import AtorchError, RankError, StepError
 from atorch_ns.job import is_out_of_memory
 from atorch_ns.search import TrialStatus
+from atorch_ns.system import cgroup_files
 from atorch_ns.text import error_text, user_frame
 
 
@@ -19,7 +19,7 @@ def oom_kills() -> tuple[int, ...]:
     Sources: ``memory.events`` (cgroup v2), ``memory.oom_control`` (v1) and ``/proc/vmstat``, each with a line
     ``oom_kill <count>``. Empty where the system has none of them.
     """
-    files = [*cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")]
+    files = [*cgroup_files("memory", "memory.events", "memory.oom_control"), Path("/proc/vmstat")]
     counts = (_read_kill_count(path) for path in files)
     return tuple(count for count in counts if count is not None)
 

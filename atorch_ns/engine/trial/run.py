@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
-import torch.distributed as dist
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
@@ -415,12 +414,8 @@ def _finite_loss(loss: torch.Tensor, step: int) -> float:
 
 
 def _max_over_ranks(values: Sequence[float], cluster: Cluster) -> list[float]:
-    if not cluster.distributed:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo reduces it, in CUDA jobs too
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    maxima: list[float] = tensor.tolist()
-    return maxima
+    # As values, which go by gloo where the group has it: NCCL takes no tensor of the CPU, and takes memory.
+    return [max(column) for column in zip(*cluster.gathered(values), strict=True)]
 
 
 def _held_to(limit: int | None, report: RankReport) -> RankReport:

@@ -42,7 +42,7 @@ class SegmentBytes:
         """Bytes of ``growth`` in segment ``s`` on a rank, [R]."""
         whole = growth.at(self.num_samples, self.num_tokens)
         # What does not grow with tokens, as gradients of weights, is the same on all ranks along `sequence`.
-        whole = whole + growth.constant * (self.parts.positions(s) - 1)
+        whole = whole + growth.constant * (self.parts.positions(s) * self.parts.of_gradients(s) - 1)
         return np.asarray(whole * self.parts.share(s, growth.divided, growth.words))
 
     @cached_property

@@ -110,19 +110,27 @@ class PlanGroup:
         """True if the optimizer's states stay outside the device's memory."""
         return self.offloads or (self.plan.offload_optimizer and not self.is_cpu)
 
-    def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray | float:
-        """Bytes of one block's parameters, not divided over data, in an item size or their own."""
+    def whole(
+        self, s: int, itemsize: int | None = None, *, trainable: bool = True, times: np.ndarray | int = 1
+    ) -> np.ndarray | float:
+        """Bytes of one block's parameters, not divided over data, in an item size or their own.
+
+        ``times``: [P] or [K, P], how often each counts.
+        """
         mine = self._segment_mask(s, trainable)
         sizes = self.parameters.itemsize if itemsize is None else itemsize
-        total = (self.parameters.elements * sizes * mine).sum(axis=-1) / self.expanded[s]
+        total = (self.parameters.elements * sizes * mine * times).sum(axis=-1) / self.expanded[s]
         return float(total) if total.ndim == 0 else np.asarray(total[self.row])
 
-    def divided(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray:
-        """[R] bytes of a rank's part of one block's parameters, padding included."""
+    def divided(
+        self, s: int, itemsize: int | None = None, *, trainable: bool = True, times: np.ndarray | int = 1
+    ) -> np.ndarray:
+        """[R] bytes of a rank's part of one block's parameters, padding included; ``times`` as above."""
         mine = self._segment_mask(s, trainable)
         sizes = self.parameters.itemsize if itemsize is None else itemsize
         share = self.shares.gradients if trainable else self.shares.parameters
-        return np.asarray((share.stored * (sizes * mine)).sum(axis=-1)[self.row] / self.expanded[s])
+        total = (share.stored * (sizes * mine * times)).sum(axis=-1)
+        return np.asarray(total[self.row] / self.expanded[s])
 
     def _segment_mask(self, s: int, trainable: bool) -> np.ndarray:
         mine = (self.parameters.segment == s) & (self.parameters.copies > 0)
@@ -237,7 +245,8 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     them, so each is copied at once. The first of several micro-batches add to gradients outside the buckets,
     and the last one replaces these one by one: at its start both are there. Where ranks hold parts of the
     model, torch's ``replicate`` takes DDP's place: it computes with a copy of the parameters that lives to
-    the end of the backward pass, and then copies all gradients into one buffer; gloo copies that.
+    the end of the backward pass, and then copies all gradients into one buffer; gloo copies that. It does so
+    with each block's experts by themselves, where several ranks have the same ones, and leaves others alone.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
     everything = kind.parts.total(sizes)
@@ -251,21 +260,29 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     report_bytes = reported_bytes(kind.plan, kind.trace) * (reduces & (views == "always"))
     buckets = everything * reduces + report_bytes
     many = kind.parts.accumulates & ~(reduces & (views == "always"))  # earlier gradients outside of buckets
-    weights = kind.parts.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (
-        syncs & is_split
+    is_expert, split = kind.parameters.is_expert, syncs & is_split
+    experts, others, gradients = (
+        [kind.whole(s, times=which, trainable=trains) for s in range(len(sizes))]
+        for which, trains in ((is_expert, False), (~is_expert, False), (~is_expert, True))
     )
+    experts = [each * (split & (kind.parts.sizes.num_copies > 1)) for each in experts]
+    copies_made = kind.parts.total(experts) + kind.parts.total(others) * split
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         waiting = buckets + everything * many
+        weights = copies_made - kind.later(s, j, experts)
         for alive, casts in kind.activations.forward_moments(s, j):
             yield Moment(forward, waiting, alive, weights + casts)
         alive = _alive_backward(kind, s, j, copies | many)
         # Beside the buckets: all gradients but those that views replaced, or those made so far without views.
         grads = np.where(many, everything - later * copies, later * ~copies)
         yield Moment(backward, buckets + grads, alive, weights + kind.activations.casts_saved(s, j))
+        if is_expert.any():
+            reducing = grads + sizes[s] * ~many + experts[s] * (1 + kind.is_cpu)
+            yield Moment(backward, reducing, kind.activations.leaving_backward(s, j), weights)
     if is_split.any():
-        reducing = everything * (syncs & is_split) * (1 + kind.is_cpu)  # the one buffer, and gloo's copy
-        yield Moment(kind.last_moment(), np.where(is_split, everything + reducing, 0.0), 0.0, 0.0)
+        buffers = kind.parts.total(gradients) * split * (1 + kind.is_cpu)  # the one buffer, and gloo's copy
+        yield Moment(kind.last_moment(), np.where(is_split, everything + buffers, 0.0), 0.0, 0.0)
     if (kind.parts.sizes.sequence > 1).any():
         yield Moment(kind.last_moment(), everything, 0.0, _summed_at_once(kind, sizes))
     final_gradients = kind.kept.gradients[kind.row]

@@ -6,6 +6,7 @@ States are parameters and optimizer states as kept between steps. Legend: N plan
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def price_memory(
         rows, sizes = table.sizes(index, workload, memo)
         if rows.size:
             parts, owners = shard_stages(trace, sizes, memo)
-            kind = _build_plan_group(plan, trace, workload, parts, device_type=device_type, memo=memo)
+            kind = plan_group(plan, trace, workload, parts, device_type=device_type, memo=memo)
             peaks, moments = _price_peak(kind)
             if device_type == "cuda":
                 _add_device_reserve(peaks, parts.sizes, capability)
@@ -78,9 +79,10 @@ def _add_device_reserve(parts: np.ndarray, sizes: Sizes, capability: tuple[int, 
     parts[:, outside] = outside_bytes(sizes)
 
 
-def _build_plan_group(
+def plan_group(
     plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, *, device_type: str, memo: Memo
 ) -> PlanGroup:
+    """The plans of one kind whose ranks hold ``parts``, with the inputs of their moments."""
     sizes = parts.sizes
     degree = sizes.shards(plan.sharding.layout)
     parameters = parameters_of(trace, plan, tied=parts.is_cut)
@@ -93,6 +95,7 @@ def _build_plan_group(
             degrees = np.where(parameters.is_expert, keys[:, 1:2], keys[:, :1])
     else:
         degrees, row = np.unique(degree, return_inverse=True)
+        parameters = replace(parameters, is_expert=np.zeros_like(parameters.is_expert))
     shares = shares_of(plan, parameters, trace.optimizer, degrees, memo=memo)
     of_segments = memo.get(
         ("bytes", computed_in(plan), plan.replaced, parts),
@@ -122,8 +125,7 @@ def _distinct_states(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray,
     sizes = parts.sizes
     counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
     # Experts are divided over the ranks that have the same ones.
-    alike = np.where(sizes.zero > 1, sizes.zero, sizes.data)
-    return distinct_rows(np.column_stack([degree, alike, sizes.tensor, sizes.expert, counts]))
+    return distinct_rows(np.column_stack([degree, sizes.num_copies, sizes.tensor, sizes.expert, counts]))
 
 
 def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: ModelShard) -> SegmentBytes:

@@ -6,9 +6,12 @@ Legend: P distinct parameters (those of a repeated block once), N numbers of ran
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+
+from atorch_ns.sharding import unit_dim
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Parameters:
     """The parameters of a model as columns; tied ones once.
 
     Attributes:
+        shapes: the shapes of the whole parameters.
         elements: [P] elements of the whole parameter.
         rows: [P] its first dimension; 0 for a parameter without dimensions.
         itemsize: [P] bytes of an element, as it is kept between steps.
@@ -26,12 +30,13 @@ class Parameters:
         segment: [P] the segment that uses it first.
         divisible: [P] size of the dim along which tensor parallelism divides it; 0 for one that stays whole.
         by_rows: [P] whether that is the first dim.
-        is_expert: [P] whether it belongs to experts.
+        is_expert: [P] whether it belongs to experts; of parts, whether the axis of experts divides it.
         owner: [P] the segment of the first use, for a further use of a tied parameter; else -1.
 
-    Of parts of a model, ``elements``, ``rows`` and ``copies`` are [K, P].
+    Of parts of a model, ``elements``, ``rows``, ``copies`` and ``is_expert`` are [K, P].
     """
 
+    shapes: tuple[tuple[int, ...], ...]
     elements: np.ndarray
     rows: np.ndarray
     itemsize: np.ndarray
@@ -66,6 +71,7 @@ class Parameters:
             elements=self.elements // by_tensor // by_expert,
             rows=np.maximum(rows, np.minimum(self.rows, 1)),
             copies=np.where(is_tied, loans, copies),
+            is_expert=by_expert > 1,
         )
 
 
@@ -78,27 +84,36 @@ class Share:
         elements: [N, P] elements that the optimizer updates, padding not included. Where ranks differ these
             are of the rank that has most in all.
         parameters: [N] parameters that the rank has a part of and that train.
+        is_turned: [N, P] whether another dimension than the first is divided, so that gathers copy once more.
     """
 
     stored: np.ndarray
     elements: np.ndarray
     parameters: np.ndarray
+    is_turned: np.ndarray | int = 0
 
 
 def row_share(parameters: Parameters, degrees: np.ndarray) -> Share:
     """Rows of dim 0, as ``fully_shard`` divides: ``torch.chunk``, each chunk padded to the first one's size.
 
-    Parameters without dimensions are kept by every rank. The first rank holds most.
+    Another dimension is divided evenly, where ``unit_dim`` takes one. Parameters without dimensions are kept
+    by every rank. The first rank holds most.
 
     Args:
         parameters: parameters of the model, or [N, P] of parts of it.
         degrees: [N], or [N, P] where some are divided over fewer ranks.
     """
-    rows = np.maximum(parameters.rows, 1)
-    per_row = parameters.elements // rows
-    local_rows = -(-rows // degrees.reshape(len(degrees), -1))  # the first rank's rows, rounded up
-    storage = np.where(parameters.rows > 0, local_rows * per_row, parameters.elements)
-    return Share(storage, storage, num_trainable(parameters, len(degrees)))
+    columns = (np.maximum(parameters.rows, 1), parameters.elements, parameters.is_expert)
+    rows, elements, is_expert, ranks = np.broadcast_arrays(*columns, degrees.reshape(len(degrees), -1))
+    local_rows = -(-rows // ranks)  # the first rank's rows, rounded up
+    storage = np.where(parameters.rows > 0, local_rows * (elements // rows), elements)
+    # Of a parameter that the tensor axis has divided torch takes the rows.
+    is_whole = elements == [math.prod(shape) for shape in parameters.shapes]
+    is_turned = is_expert | (is_whole & (rows < ranks))
+    for p in np.flatnonzero(is_turned.any(axis=0)):
+        is_turned[:, p] &= unit_dim(parameters.shapes[p], ranks[:, p], is_divided=is_expert[:, p]) > 0
+    storage = np.where(is_turned, elements // ranks, storage)
+    return Share(storage, storage, num_trainable(parameters, len(degrees)), is_turned)
 
 
 def num_trainable(parameters: Parameters, num: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     """
     own_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
     units = {segment: number for number, segment in enumerate(own_units, 1)}
-    entries: list[dict[str, int]] = []  # fields of Parameters
+    entries: list[dict[str, Any]] = []  # fields of Parameters
     for index, segment in enumerate(trace.segments):
         is_separate = index in units or plan.sharding.layout != "flat"
         # In the root's flat vector each block has its own place, so its parameters are listed block by block.
@@ -64,17 +65,19 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
                 use = {"copies": 0, "unit": units.get(index, 0), "segment": index, "owner": home}
                 entries.append(_describe_spec(first, plan) | use)
     names = [field.name for field in fields(Parameters)]
-    columns = {name: np.asarray([entry[name] for entry in entries], dtype=np.int64) for name in names}
-    return Parameters(**columns | {name: columns[name] > 0 for name in _TRUTHS})
+    shapes = tuple(entry["shapes"] for entry in entries)
+    columns = {name: np.asarray([entry[name] for entry in entries], dtype=np.int64) for name in names[1:]}
+    return Parameters(shapes, **columns | {name: columns[name] > 0 for name in _TRUTHS})
 
 
 _TRUTHS = ("is_float", "trainable", "by_rows", "is_expert")  # fields that are 0 or 1
 
 
-def _describe_spec(spec: ParameterSpec, plan: Plan) -> dict[str, int]:
+def _describe_spec(spec: ParameterSpec, plan: Plan) -> dict[str, Any]:
     dtype = stored_dtype(plan, spec, None)
     dim = spec.tensor_dim
     return {
+        "shapes": spec.shape,
         "elements": math.prod(spec.shape),
         "rows": spec.shape[0] if spec.shape else 0,
         "itemsize": DTYPE_BYTES.get(dtype, 4),

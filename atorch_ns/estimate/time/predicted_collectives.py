@@ -267,8 +267,7 @@ def _of_segment(
         backward = segment.count * segment.num_rows
         yield "all_reduce", round(forward), forward * width * compute
         yield "all_reduce", backward, backward * width * residual
-    words = words_of(segment)
-    if not words:
+    if not words_of(segment):
         return
     if segment.name != trace.segments[-1].name:  # the embedding, divided along the vocabulary
         yield "all_reduce", 1, width * residual
@@ -277,7 +276,8 @@ def _of_segment(
     if plan.tensor.parallel_loss:
         yield "all_reduce", LOSS_CALLS, LOSS_NUMBERS * tokens * trace.loss_share * DTYPE_BYTES["float32"]
     else:
-        yield "all_gather", 1, tokens * words[0].shape[0] * compute
+        whole, *_ = words_of(trace.segments[-1])  # of all ranks
+        yield "all_gather", 1, tokens * whole.shape[0] * compute
     yield "all_reduce", 1, width * residual
 
 

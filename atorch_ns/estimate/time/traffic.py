@@ -225,9 +225,8 @@ def _tensor_exchanges(
 
 def words_of(segment: Segment) -> list[ParameterSpec]:
     """Matrices of an embedding or a head outside blocks, which are divided by rows; the largest first."""
-    rows = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2 and not segment.is_block]
-    # Column layers are divided by rows too, and have fewer than a vocabulary.
-    return sorted(rows, key=lambda p: p.shape[0], reverse=True)[: max(0, len(rows) - segment.num_columns)]
+    words = [p for p in segment.parameters if p.is_vocabulary and len(p.shape) == 2 and not segment.is_block]
+    return sorted(words, key=lambda p: p.shape[0], reverse=True)
 
 
 def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:

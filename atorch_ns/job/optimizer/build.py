@@ -130,7 +130,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     _watch_ranks(job, optimizer)
     if job.cluster.world_size > 1 and job.optimizer.take_over is None:
         _refuse_foreign_parameters(job, optimizer, groups)
-    scaler, norm = job.precision.scaler, _count_once(job, masters)
+    scaler, norm = job.precision.scaler, _count_once(job)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # An optimizer with its own backward pass needs its own step.
     steps_itself = steps_alone or job.optimizer.use_optim_backward
@@ -232,12 +232,12 @@ def _make_master_weights(job: Job) -> MasterWeights | None:
     return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
 
 
-def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+def _count_once(job: Job) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     stages = job.stage_group
     if stages is None:
         return gradient_norm
     remote = [
-        parameter if masters is None else masters.master_of(parameter)
+        parameter
         for name, parameter in job.module.named_parameters(remove_duplicate=False)
         if plain_name(name) in job.gradients.remote_norm_names  # another stage counts them
     ]

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from inspect import unwrap
 from typing import Any, Final
 from weakref import WeakMethod, finalize
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from atorch_ns.capture.user_code import nested_codes
+from atorch_ns.capture.user_code import names_in_method
 from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm, gradient_versions
 from atorch_ns.job.loss import LossScaler
@@ -26,6 +25,8 @@ from atorch_ns.torch_compat import after_backward
 
 class MasterWeights:
     """Pairs of a model parameter and its fp32 copy.
+
+    Gradients belong to the parameters, where loops read and change them. Masters have them during updates.
 
     Args:
         parameters: the model's parameters. Those that are not floating or already fp32 are their own masters.
@@ -40,8 +41,9 @@ class MasterWeights:
         self._is_pinned = is_pinned
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # host buffers by parameter
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._parameters: dict[torch.Tensor, torch.Tensor] = {}  # by master
         self._marks: dict[torch.Tensor, tuple[int, int]] = {}  # of parameters, at the last update
-        self._versions: dict[torch.Tensor, int] = {}  # of masters, at the last update
+        self._versions: dict[torch.Tensor, int] = {}  # of masters and host buffers, at the last update
         self._num_updates = 0
         self._is_written = False  # the loop writes through .data
         for parameter in parameters:
@@ -51,6 +53,10 @@ class MasterWeights:
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that the optimizer updates for ``parameter``."""
         return self._masters.get(parameter, parameter)
+
+    def parameter_of(self, target: torch.Tensor) -> torch.Tensor:
+        """The model's parameter for which the optimizer updates ``target``."""
+        return self._parameters.get(target, target)
 
     def is_rounded(self, parameter: torch.Tensor) -> bool:
         """Returns whether the parameter is narrower than its master and was written since the last copy."""
@@ -71,10 +77,9 @@ class MasterWeights:
 
     def adopt(self, groups: Iterable[dict[str, Any]]) -> None:
         """Replaces thawed parameters by masters in the groups of their optimizer."""
-        masters = set(self._masters.values())
         for group in groups:
             for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and parameter not in masters:
+                if parameter.grad is not None and parameter not in self._parameters:
                     self._add_master(parameter)  # thawed since
                     group["params"][index] = self.master_of(parameter)
 
@@ -86,30 +91,37 @@ class MasterWeights:
         else:
             return  # fp32 or integers need no master
         self._masters[parameter] = torch.nn.Parameter(master)
+        self._parameters[self._masters[parameter]] = parameter
 
     @torch.no_grad()
-    def take_gradients(self, *, keeps: bool = False, adds: bool = False) -> None:
-        """Moves the parameters' gradients to the masters in fp32, and frees the originals.
+    def widen_gradients(self) -> None:
+        """Makes gradients fp32 on the device, where they are scaled and clipped and keep small values."""
+        for parameter in () if self._on_host else self._masters:
+            if parameter.grad is not None:
+                _set_gradient(parameter, parameter.grad.to(torch.float32))
 
-        ``keeps``: whether masters without a new gradient keep theirs, as zeros of ``zero_grad``, for decay.
-        ``adds``: whether gradients of a later pass are added to earlier ones of the same step.
-        """
+    @torch.no_grad()
+    def lend_gradients(self) -> None:
+        """Gives the masters the parameters' gradients for an update: the same tensors, or copies on the host."""
+        self.widen_gradients()
         for parameter, master in self._masters.items():
-            if parameter.grad is None:
-                master.grad = master.grad if keeps or adds else None
-                continue
-            if adds and master.grad is not None:
-                master.grad.add_(parameter.grad.to(master.device, torch.float32))
-            elif self._on_host:
+            gradient = parameter.grad
+            if gradient is not None and self._on_host:
                 if parameter not in self._gradients:  # allocated once and reused
                     self._gradients[parameter] = self._host_tensor(parameter)
-                gradient = self._gradients[parameter]
-                master.grad = gradient.copy_(parameter.grad, non_blocking=self._is_pinned)
-            else:
-                master.grad = parameter.grad.to(torch.float32)
-            parameter.grad = None
+                gradient = self._gradients[parameter].copy_(gradient, non_blocking=self._is_pinned)
+                self._versions[gradient] = gradient._version
+            master.grad = gradient
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the host reads them next
+
+    @torch.no_grad()
+    def return_gradients(self) -> None:
+        """Takes lent gradients back, with what the update has changed, replaced or cleared."""
+        for parameter, master in self._masters.items():
+            gradient, master.grad = master.grad, None
+            if gradient is None or self._versions.get(gradient) != gradient._version:
+                _set_gradient(parameter, gradient if gradient is None else gradient.to(parameter.device))
 
     @torch.no_grad()
     def take_writes(self) -> None:
@@ -144,22 +156,31 @@ class MasterWeights:
 
 
 _WRITTEN_MASTERS: Final = (
-    "weights in result.optim.param_groups were written, which are fp32 copies: the model has not computed with what was written. "
-    "Write to result.model.parameters(); the copies take it over."
+    "the optimizer's fp32 copies of weights were written outside of its step: the model has not computed with what was written. "
+    "Write to result.model.parameters(), which result.optim.param_groups hold too; the copies take it over."
 )
 _NUM_LOOKS: Final = 3
 """Updates before which all parameters are compared with masters. A loop's repeated writes show by then."""
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    parameter.grad_dtype = None  # any: fp32 of 16 bits
+    parameter.grad = gradient
 
 
 def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, local_part(tensor).data_ptr()  # changes with a write or a move
 
 
-class StateView(MutableMapping[Any, Any]):
-    """Optimizer states by the user's parameters. ``find`` returns the updated tensor, or raises."""
+_Map = Callable[[Any], Any]
 
-    def __init__(self, states: MutableMapping[Any, Any], find: Callable[[Any], Any]) -> None:
-        self._states, self._find = states, find
+
+class StateView(MutableMapping[Any, Any]):
+    """Optimizer states by the user's parameters. ``find`` returns the updated tensor, or raises; ``show``
+    returns the parameter of an updated tensor."""
+
+    def __init__(self, states: MutableMapping[Any, Any], find: _Map, show: _Map = lambda key: key) -> None:
+        self._states, self._find, self._show = states, find, show
 
     def __getitem__(self, key: Any) -> Any:
         return self._states[self._find(key)]
@@ -180,17 +201,80 @@ class StateView(MutableMapping[Any, Any]):
         return self._states.pop(self._find(key), *default)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._states)
+        return map(self._show, self._states)
 
     def __len__(self) -> int:
         return len(self._states)
 
 
+class ListView(list[Any]):
+    """A list that passes its elements to ``write`` after each change. Copies are plain lists."""
+
+    def __init__(self, elements: Iterable[Any], write: Callable[[list[Any]], None]) -> None:
+        super().__init__(elements)
+        self._write = write
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def _writes_through(name: str) -> Callable[..., Any]:
+    def change(view: ListView, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(list, name)(view, *args, **kwargs)
+        view._write(view)
+        return result
+
+    return change
+
+
+for _name in (
+    *("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"),
+    *("__delitem__", "__iadd__", "__imul__", "__setitem__"),
+):
+    setattr(ListView, _name, _writes_through(_name))
+
+
+class GroupView(MutableMapping[str, Any]):
+    """An optimizer's group with the user's parameters, as in :class:`StateView`. Copies are dictionaries."""
+
+    def __init__(self, group: dict[str, Any], find: _Map, show: _Map) -> None:
+        self.group, self._find, self._show = group, find, show
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.group[key]
+        return ListView(map(self._show, value), partial(self.__setitem__, key)) if key == "params" else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            self.group[key][:] = map(self._find, value)
+        else:
+            self.group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.group)
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[str, Any]:  # noqa: D102  # of a dictionary
+        return dict(self)
+
+
 class StepOptimizer(torch.optim.Optimizer):
     """An optimizer around another one: unscales gradients, skips bad steps, keeps fp32 master weights.
 
-    Only :meth:`step`, :meth:`zero_grad` and, with masters, hooks before a step are its own. Everything else
-    belongs to the inner optimizer, which schedulers, other hooks and ``state_dict`` see.
+    Only :meth:`step`, :meth:`zero_grad` and, with masters, hooks around a step are its own. Everything else
+    belongs to the inner optimizer, which schedulers, other hooks and ``state_dict`` see. Groups and states
+    show the model's parameters in place of masters.
 
     Args:
         inner: the user's optimizer, already created on the master weights if there are any.
@@ -230,10 +314,9 @@ class StepOptimizer(torch.optim.Optimizer):
         self._is_prepared = False  # gradients are fp32 and unscaled
         self._overflow = False  # on any rank
         self._scaled_versions: dict[torch.Tensor, tuple[int, int, int]] = {}
-        # Mixed: some have no scale. Late: a pass after preparing. Cleared: zeros left by zero_grad.
-        self._is_mixed = self._is_late = self._is_cleared = self._is_in_hooks = False
+        self._is_mixed = self._is_late = False  # some gradients have no scale; a pass came after preparing
         self._has_warned = False
-        self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._hooks = {moment: OrderedDict[int, Callable[..., Any]]() for moment in ("pre", "post")}
         if scaler is not None:
             scaler.at_backward = self._begin_backward
             self._look_at_steps(register_optimizer_step_pre_hook, self._refuse_other)
@@ -241,7 +324,7 @@ class StepOptimizer(torch.optim.Optimizer):
             self._look_at_steps(register_optimizer_step_post_hook, self._warn_of_other)
 
     def prepare_gradients(self) -> None:
-        """Prepares ``grad`` of the optimizer's parameters for clipping and stepping: fp32 and unscaled.
+        """Prepares ``grad`` of the model's parameters for clipping and stepping: fp32 and unscaled.
 
         Runs once a step, at clipping or at :meth:`step`, whichever comes first. Collective. A loop that
         changes gradients itself calls it first, after the last backward pass.
@@ -254,23 +337,21 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a backward pass ran after the gradients were clipped or prepared in the same step. Under fp16 run all backward "
                 "passes of a step first; bf16 has no scale."
             )
-        is_again = self._is_prepared  # a further pass in the same step
-        if is_again and (self.masters is None or self.scaler is not None):
-            return
+        if self._is_prepared and (self.masters is None or self.scaler is not None):
+            return  # else a further pass may have come in the same step
         if self._scaled_versions and (self._is_mixed or self._is_changed()):
             raise StepError(
                 "gradients were changed while they had the loss scale of fp16: clipped, written to, kept from an earlier step "
                 "(zero_grad), or added to by the backward pass of a loss that is not from result.loss_func. Add losses to that, call "
-                "result.clip_grad_norm_ or result.prepare_gradients() before you change gradients otherwise (then change those of "
-                "result.optim.param_groups), or use bf16, which has no scale."
+                "result.clip_grad_norm_ or result.prepare_gradients() before you change gradients otherwise, or use bf16, which has "
+                "no scale."
             )
         self._is_prepared, self._scaled_versions = True, {}
         if self._finish is not None:
             self._finish()
         if self.masters is not None:
             self.masters.adopt(self.inner.param_groups)  # of thawed parameters
-            self.masters.take_writes()
-            self.masters.take_gradients(keeps=self._is_cleared, adds=is_again)
+            self.masters.widen_gradients()
         if self.scaler is None:
             return
         if self.scaler.num_backwards == 0 and self._has_gradients():
@@ -279,7 +360,7 @@ class StepOptimizer(torch.optim.Optimizer):
                 "function that auto_accelerate returned. Use result.loss_func(batch, output), or "
                 "result.train_step(batch)."
             )
-        self._overflow = self.scaler.unscale(self.inner)
+        self._overflow = self.scaler.unscale(self)
 
     @contextmanager
     def in_scale(self) -> Iterator[None]:
@@ -331,10 +412,7 @@ class StepOptimizer(torch.optim.Optimizer):
         )
 
     def _with_scale(self) -> list[torch.Tensor]:
-        # After preparation the masters hold the gradients, unscaled.
-        models = {} if self.masters is None else {master: p for p, master in self.masters.pairs()}
-        groups = [] if self.scaler is None or self._is_prepared else self.inner.param_groups
-        return [models.get(target, target) for group in groups for target in group["params"]]
+        return [] if self.scaler is None or self._is_prepared else self._all_parameters()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights, or skips the update on all ranks if a gradient is infinite or NaN."""
@@ -343,30 +421,43 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
                 "bf16 with optimizers that need a closure."
             )
-        self._is_in_hooks = True  # hooks see prepared gradients in param_groups
-        try:
-            for hook in tuple(self._hooks.values()):
-                hook(self, (), {})
-        finally:
-            self._is_in_hooks = False
+        if closure is None:
+            self.prepare_gradients()
+        self._call_hooks("pre")
         if closure is not None and self.masters is not None and not self._skip_if_nonfinite:
             result = self.inner.step(partial(self._evaluate_closure, closure))  # may call it several times
-            self.masters.copy_to_parameters()
-            self._forget_gradients()
+            self._end_update()
             return result
         loss = None if closure is None else torch.enable_grad()(closure)()  # the step may be skipped
         self.prepare_gradients()
         self.skipped = self._overflow or (self._skip_if_nonfinite and self._has_nonfinite())
         if not self.skipped:
+            self._lend_to_masters()
             self.inner.step()
         if self.scaler is not None:
             self.scaler.adapt(self._overflow)
         if self.skipped:
             self.num_skipped += 1
-        elif self.masters is not None:
-            self.masters.copy_to_parameters()
-        self._forget_gradients()
+            self._forget_gradients()
+        else:
+            self._end_update()
         return loss
+
+    def _lend_to_masters(self) -> None:
+        if self.masters is not None:
+            self.masters.take_writes()
+            self.masters.lend_gradients()
+
+    def _end_update(self) -> None:
+        if self.masters is not None:
+            self.masters.copy_to_parameters()
+            self.masters.return_gradients()
+        self._forget_gradients()
+        self._call_hooks("post")
+
+    def _call_hooks(self, moment: str) -> None:
+        for hook in tuple(self._hooks[moment].values()):
+            hook(self, (), {})
 
     def _evaluate_closure(self, closure: Callable[[], float]) -> float:
         assert self.masters is not None
@@ -375,44 +466,60 @@ class StepOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure()
         self.prepare_gradients()
+        self._lend_to_masters()
         return loss
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Registers a hook called while gradients are the model's. ``param_groups`` moves them to masters."""
+        """Registers a hook called when gradients are prepared. With masters, it sees the model's parameters."""
+        return self._register_hook("pre", hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Registers a hook called after an update. With masters, the update has reached the model."""
+        return self._register_hook("post", hook)
+
+    def _register_hook(self, moment: str, hook: Callable[..., Any]) -> RemovableHandle:
         if self.masters is None:
-            return self.inner.register_step_pre_hook(hook)
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
+            handle: RemovableHandle = getattr(self.inner, f"register_step_{moment}_hook")(hook)
+        else:
+            handle = RemovableHandle(self._hooks[moment])
+            self._hooks[moment][handle.id] = hook
         return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the weights and of their masters."""
+        """Clears the gradients of the weights."""
         self.inner.zero_grad(set_to_none)
         if self.masters is not None:
             for parameter, _ in self.masters.pairs():
-                parameter.grad = None
+                is_none = set_to_none or parameter.grad is None
+                parameter.grad = None if is_none else torch.zeros_like(parameter)  # in 16 bits again
         if self.scaler is not None:
             self.scaler.num_backwards = 0
             if self._is_prepared:  # the step is skipped
                 self.scaler.forget_unscaled()
         self._forget_gradients()
-        self._is_cleared = True
 
     def _forget_gradients(self) -> None:
-        self._is_prepared = self._overflow = self._is_mixed = self._is_late = self._is_cleared = False
+        self._is_prepared = self._overflow = self._is_mixed = self._is_late = False
         self._scaled_versions = {}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups. A learning rate changed here also changes there."""
-        if self._is_in_hooks:
-            self.prepare_gradients()
-        return self.inner.param_groups
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        """The inner optimizer's groups, with the model's parameters. What changes here also changes there."""
+        if self.masters is None:
+            return self.inner.param_groups
+        find, show = self.masters.master_of, self.masters.parameter_of
+        return ListView((GroupView(group, find, show) for group in self.inner.param_groups), self._set_groups)
+
+    def _set_groups(self, groups: Iterable[Any]) -> None:
+        assert self.masters is not None
+        entries = [(group, *self.masters.groups([group])) for group in groups]
+        self.inner.param_groups[:] = [g.group if isinstance(g, GroupView) else new for g, new in entries]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state, also keyed by the model's parameters if it updates masters."""
-        return StateView(self.inner.state, self.masters.master_of) if self.masters else self.inner.state
+        masters, state = self.masters, self.inner.state
+        return StateView(state, masters.master_of, masters.parameter_of) if masters else state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -446,7 +553,9 @@ class StepOptimizer(torch.optim.Optimizer):
 
     def _call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Methods such as SAM's first_step read gradients, so they must be prepared.
-        if not {"grad", "step"}.isdisjoint(_names_in(method, type(self.inner))):
+        names = names_in_method(method, type(self.inner), torch.optim.Optimizer)
+        is_reading = not names.isdisjoint(("grad", "step", "zero_grad"))
+        if is_reading:
             self.prepare_gradients()
         if self._overflow:
             raise StepError(
@@ -456,37 +565,33 @@ class StepOptimizer(torch.optim.Optimizer):
         if self.masters is None:
             return method(*args, **kwargs)
         self.masters.take_writes()
+        if is_reading:
+            self.masters.lend_gradients()
         before = [master._version for _, master in self.masters.pairs()]
         result = method(*args, **kwargs)
         if [master._version for _, master in self.masters.pairs()] != before:  # it has written weights
             self.masters.copy_to_parameters()
+        if is_reading:
+            self.masters.return_gradients()
         return result
 
     def __repr__(self) -> str:
         return repr(self.inner)
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.inner.param_groups for p in group["params"])
+        return any(parameter.grad is not None for parameter in self._all_parameters())
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _has_nonfinite(self) -> bool:
-        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        parameters = self._all_parameters()
         # The norm is finite only if all elements are. A rank may hold a part, so all ranks decide.
         flag = (~torch.isfinite(self._norm(parameters))).float()
         if self._group is not None:
             flag = flag.to(parameters[0].device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
-
-
-def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
-    names, methods = set[str](), [method]
-    for function in methods:  # grows by methods named in the code
-        for code in nested_codes(getattr(unwrap(function), "__code__", None)):
-            new = set(code.co_names) - names
-            names |= new
-            callees = (getattr(kind, name, None) for name in new if not hasattr(torch.optim.Optimizer, name))
-            methods += [each for each in callees if callable(each)]
-    return names
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -44,7 +44,7 @@ def is_random(op: Operator) -> bool:
     tags = getattr(op.call.operator, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
-    names = {argument.name for argument in op.call.operator._schema.arguments}  # type: ignore[attr-defined]
+    names = set(op.call.argument_names)
     if "dropout_p" in names:  # attention, whose rate may be 0
         return bool(op.call.argument("dropout_p"))
     for rate in ("p", "dropout"):

@@ -189,7 +189,7 @@ def _is_group(value: Any) -> bool:
 
 
 def _without_chance(op: Operator, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    names = [argument.name for argument in op.call.operator._schema.arguments]  # type: ignore[attr-defined]
+    names = op.call.argument_names
     for name in ("dropout_p", "p"):  # dropout at a rate of 0
         if name in names:
             arguments = dict(zip(names, args, strict=False)) | dict(kwargs) | {name: 0.0}
@@ -282,16 +282,14 @@ def _divide_operands(
 
 def _compare_records(division: OperatorDivision, whole: _Record, ranks: Sequence[_Record]) -> None:
     _compare_results(division, whole, ranks)  # a wrong result makes wrong gradients, so results come first
-    gradients = [
-        value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
-    ]
-    floor = gradient_floor(gradients)
+    gradients = map(_read_gradient, whole.values.values())
+    floor = gradient_floor([gradient for gradient in gradients if gradient is not None])
     for op, node, placement in reversed(list(_operator_results(division))):  # as the backward pass goes
-        value = whole.values.get(node)
-        if value is not None and value.requires_grad and value.grad is not None:
+        gradient = _read_gradient(whole.values.get(node))
+        if gradient is not None:
             parts = [_read_gradient(rank.values.get(node)) for rank in ranks]
             layout = WHOLE if isinstance(placement, Partial) else placement  # whole on every rank
-            _require_close(op, "gradient of the result", value.grad, parts, placement=layout, floor=floor)
+            _require_close(op, "gradient of the result", gradient, parts, placement=layout, floor=floor)
     _compare_parameters(division, whole, ranks, floor)
 
 

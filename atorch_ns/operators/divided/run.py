@@ -89,21 +89,11 @@ class DividedForward:
             CallError: if this kind of call cannot be captured.
             InputError: if it cannot be divided.
         """
-        tensors, structure = flat_arguments(args, kwargs)
-        return fill_nest(
-            *self._find_pass(model, args, kwargs, tensors, structure=structure).run(
-                model, tensors, self._group
-            )
-        )
+        tensors, _ = flat = flat_arguments(args, kwargs)
+        return fill_nest(*self._find_pass(model, args, kwargs, flat).run(model, tensors, self._group))
 
     def _find_pass(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[torch.Tensor],
-        *,
-        structure: Any,
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], flat: tuple[list[Any], Any]
     ) -> _Pass:
         # Graphs do not call submodules, so hooks of those would not run; hooks of the model itself do.
         try:
@@ -116,7 +106,7 @@ class DividedForward:
         states = self._mode_states(model)
         stale: list[tuple[PythonState, _Pass]] = []
         for modes, attributes, candidate in self._passes:
-            if modes == states and candidate.captured.fits(tensors, structure) and candidate.divides(tensors):
+            if modes == states and candidate.captured.fits(*flat) and candidate.divides(flat[0]):
                 if attributes.holds():
                     return candidate
                 stale.append((attributes, candidate))  # fits but for changed attributes
@@ -172,25 +162,20 @@ class _Pass:
     @property
     def code(self) -> str:
         code_by_body: dict[int, str] = {}
-        for piece in self.pieces:
-            where = self.division.graph.segments[self.pieces.index(piece)].kind or "between blocks"
-            code_by_body.setdefault(id(piece.body), f"# {where}\n{piece.code}")
+        for piece, segment in zip(self.pieces, self.division.graph.segments, strict=True):
+            code_by_body.setdefault(id(piece.body), f"# {segment.kind or 'between blocks'}\n{piece.code}")
         return "\n".join(code_by_body.values())
 
     def divides(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all divided sizes that depend on the number of samples are divisible."""
-        samples = self._count_samples(tensors)
-        return not any(each * samples % self.division.degree for each in self._sizes_per_sample)
-
-    def _count_samples(self, tensors: Sequence[torch.Tensor]) -> int:
-        rows = zip(tensors, self.captured.guards, strict=True)
         sizes = (
             size
-            for x, (shape, _) in rows
+            for x, (shape, _) in zip(tensors, self.captured.guards, strict=True)
             for size, guard in zip(x.shape, shape, strict=True)
             if isinstance(guard, str)  # a symbol: the size may vary
         )
-        return next(sizes, 1)
+        samples = next(sizes, 1)
+        return not any(each * samples % self.division.degree for each in self._sizes_per_sample)
 
     @functools.cached_property
     def _sizes_per_sample(self) -> frozenset[Fraction]:

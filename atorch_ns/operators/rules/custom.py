@@ -368,7 +368,7 @@ def registered_rules(
 
 
 def _entry_rules(entry: RegisteredOperator, call: Call, degree: int) -> tuple[Rule, ...]:
-    names = [element.name for element in call.operator._schema.arguments]  # type: ignore[attr-defined]
+    names = call.argument_names
     arguments = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
     annotation = entry.annotation_of(arguments)
     input_shapes = {key: shape_of(arguments.get(key)) for key in names[: len(annotation.inputs)]}

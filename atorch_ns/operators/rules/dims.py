@@ -97,13 +97,3 @@ def broadcast(result: Sequence[int], dims: Letters, shape: Sequence[int]) -> Let
 def frozen(call: Call, start: int = 0) -> list[Letters]:
     """Undivided dims of the tensor arguments from index ``start`` on."""
     return [(None,) * len(spec.shape) for spec in call.tensors[start:]]
-
-
-def name_of(call: Call) -> str:
-    """The operator's name without namespace and overload: ``linear``."""
-    return call.name.split(".")[1]
-
-
-def arguments_of(call: Call) -> list[str]:
-    """The names of the operator's arguments, in the order of its schema."""
-    return [argument.name for argument in call.operator._schema.arguments]  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ def _dims_of_index(call: Call) -> Dims | None:
     before, after = rest[:first], rest[first:]
     result = (*(dims[dim] for dim in before), *common, *(dims[dim] for dim in after))
     places = [broadcast(shape, common, spec.shape) for spec in indices]  # letters of each index
-    if "values" not in (item.name for item in call.operator._schema.arguments):  # type: ignore[attr-defined]
+    if "values" not in call.argument_names:
         return Dims([dims, *places], [result], linear=[[0]], why=_WHY)
     sizes = (*(tensor.shape[dim] for dim in before), *shape, *(tensor.shape[dim] for dim in after))
     if not call.argument("accumulate"):  # the last write to a place wins; ranks cannot tell which
@@ -71,7 +71,7 @@ def _dims_of_gather(call: Call) -> Dims | None:
     differ = [n for n in range(count) if n != dim and len({spec.shape[n] for spec in call.tensors}) > 1]
     operand = but(dims, dim, *differ) if dims else dims
     at_index = tuple("p" if n == dim else letter for n, letter in enumerate(operand))  # p: the index's size
-    if call.name.split(".")[1] in ("gather", "take_along_dim"):
+    if call.short_name in ("gather", "take_along_dim"):
         return Dims([operand, at_index], [at_index], linear=[[0]], why=_WHY)
     adds = "scatter_add" in call.name and call.tensors[1].shape == call.tensors[2].shape
     writes = at_index if adds else operand  # only sums may be written by pieces of the index

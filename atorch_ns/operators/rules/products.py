@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from atorch_ns.capture.graph.call import Call
-from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, frozen, letters, name_of
+from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, frozen, letters
 
 _SUMMED = "products are summed over it"
 _ALIGNMENT = 16  # bytes, of which rows of grouped products must be multiples
@@ -82,7 +82,7 @@ def _dims_of_convolution(call: Call) -> Dims:
     lead: Letters = ("B",) if len(call.tensors[0].shape) > len(space) + 1 else ()
     if call.argument("groups") != 1:  # a piece of the channels would cut groups
         return Dims([(*lead, None, *space), *frozen(call, 1)], [(*lead, None, *space)], why="samples")
-    name = name_of(call)
+    name = call.short_name
     is_swapped = "transpose" in name or (name == "convolution" and call.argument("transposed"))
     channels: Letters = ("I", "O") if is_swapped else ("O", "I")  # a transposed weight is [I, O, …]
     inputs: list[Letters] = [(*lead, "I", *space), (*channels, *space), ("O",)]
@@ -116,10 +116,10 @@ def _layer_norm(call: Call) -> Dims:
 
 
 def _group_norm(call: Call) -> Dims | None:
-    if name_of(call) == "instance_norm" and not call.argument("use_input_stats"):
+    if call.short_name == "instance_norm" and not call.argument("use_input_stats"):
         return None
     # Running statistics are updated with means over all samples.
-    if name_of(call) == "instance_norm" and call.argument("running_mean") is not None:
+    if call.short_name == "instance_norm" and call.argument("running_mean") is not None:
         return None
     dims: Letters = ("B", *(None,) * (len(call.tensors[0].shape) - 1))
     return Dims([dims, *frozen(call, 1)], [dims], why="samples are normalised one by one")
@@ -127,7 +127,7 @@ def _group_norm(call: Call) -> Dims | None:
 
 def _dims_of_channelwise(call: Call) -> Dims:
     # max_pool2d works on the last 2 dims; those before are samples and channels.
-    space = next(int(digit) for digit in "123" if f"{digit}d" in name_of(call))
+    space = next(int(digit) for digit in "123" if f"{digit}d" in call.short_name)
     dims = (*letters(len(call.tensors[0].shape) - space), *(None,) * space)
     return Dims([dims], [dims] * len(call.outputs), why="each channel of each sample by itself")
 
@@ -148,7 +148,7 @@ def _grouped_product(call: Call) -> Dims | None:
     item = call.tensors[0].dtype.itemsize
 
     def is_aligned(letter: str, size: int) -> bool:
-        return name_of(call) != "_grouped_mm" or size * item % _ALIGNMENT == 0
+        return call.short_name != "_grouped_mm" or size * item % _ALIGNMENT == 0
 
     inputs: list[Letters] = [(None, "I"), (None, "I", "O"), (None,)]  # a piece of N would cut groups
     return Dims(inputs, [(None, "O")], "I", fits=is_aligned, why=_SUMMED)

@@ -9,23 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from atorch_ns.capture.graph.call import Call
-from atorch_ns.operators.rules.dims import (
-    Dims,
-    Letters,
-    Table,
-    arguments_of,
-    broadcast,
-    but,
-    frozen,
-    letters,
-    name_of,
-)
+from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, but, frozen, letters
 
 _NONE, _MEAN, _SUM = range(3)  # torch's numbers of a loss's reduction
 
 
 def _dims_of_reduction(call: Call) -> Dims:
-    name, names = name_of(call), arguments_of(call)
+    name, names = call.short_name, call.argument_names
     axes: Any = call.argument("dim") if "dim" in names else None  # max() of all elements has no dim
     dims = letters(len(call.tensors[0].shape))
     # No dim, or an empty list of them, stands for all.
@@ -48,13 +38,9 @@ def _dims_of_axis_op(call: Call) -> Dims | None:
     if dim is None:
         return None
     dims = but(letters(len(call.tensors[0].shape)), dim)  # the operator looks along it
-    linear = [range(len(call.tensors))] if name_of(call) in ("cumsum", "diff") else []
-    return Dims(
-        [dims] * len(call.tensors),
-        [dims] * len(call.outputs),
-        linear=linear,
-        why="the dim that it looks at is whole",
-    )
+    linear = [range(len(call.tensors))] if call.short_name in ("cumsum", "diff") else []
+    inputs, outputs = [dims] * len(call.tensors), [dims] * len(call.outputs)
+    return Dims(inputs, outputs, linear=linear, why="the dim that it looks at is whole")
 
 
 def _sample_loss(call: Call) -> Dims | None:
@@ -64,9 +50,11 @@ def _sample_loss(call: Call) -> Dims | None:
     rest = letters(len(scores.shape) - 1)
     alike = target.is_float  # targets are probabilities
     reduction = call.argument("reduction")
-    is_smoothed = "label_smoothing" in arguments_of(call) and bool(call.argument("label_smoothing"))
+    is_smoothed = "label_smoothing" in call.argument_names and bool(call.argument("label_smoothing"))
     # Limits of the kernel over classes: cross-entropy alone, and no smoothing with class weights.
-    whole_classes = alike or name_of(call) != "cross_entropy_loss" or (is_smoothed and len(call.tensors) > 2)
+    whole_classes = (
+        alike or call.short_name != "cross_entropy_loss" or (is_smoothed and len(call.tensors) > 2)
+    )
     dims = (*rest[:class_dim], None if whole_classes else "C", *rest[class_dim:])
     samples = [str(letter) for letter in rest]
     kernels = {} if whole_classes else {"C": "loss_over_classes"}
@@ -74,9 +62,8 @@ def _sample_loss(call: Call) -> Dims | None:
         kernels |= dict.fromkeys(samples, "mean_of_parts" if alike else "loss_over_samples")
     sum_dims = samples if reduction == _SUM or alike else []  # else the kernel's mean is whole on every rank
     inputs: list[Letters] = [dims, dims if alike else rest, *frozen(call, 2)]  # class weights are whole
-    return Dims(
-        inputs, [rest if reduction == _NONE else ()], sum_dims, kernels=kernels, why="samples and classes"
-    )
+    result = rest if reduction == _NONE else ()
+    return Dims(inputs, [result], sum_dims, kernels=kernels, why="samples and classes")
 
 
 def _pointwise_loss(call: Call) -> Dims | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from atorch_ns.capture.graph.call import Call, TensorSpec
-from atorch_ns.operators.rules.dims import Dims, Table, arguments_of, broadcast, frozen, letters, name_of
+from atorch_ns.operators.rules.dims import Dims, Table, broadcast, frozen, letters
 from atorch_ns.operators.rules.indexing import INDEXING
 from atorch_ns.operators.rules.products import PRODUCTS
 from atorch_ns.operators.rules.reductions import REDUCTIONS
@@ -61,13 +61,13 @@ def rules_of(call: Call, degree: int, user_rules: UserRules | None = None) -> tu
 
 
 def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
-    name = name_of(call)
+    name = call.short_name
     # A write would reach a converted copy alone; tables expect tensors by place, not by name.
     if call.operator._schema.is_mutable or _is_reordered(call):  # type: ignore[attr-defined]
         return
     if any(spec.dtype.is_complex for spec in (*call.tensors, *call.outputs)):  # tables are of real numbers
         return
-    if name in ("max", "min") and "other" in arguments_of(call):  # of two tensors: element by element
+    if name in ("max", "min") and "other" in call.argument_names:  # of two tensors: element by element
         dims: Dims | None = _dims_of_pointwise(call)
     elif name == "prelu":
         dims = _dims_of_prelu(call)
@@ -92,16 +92,14 @@ def _dims_of_pointwise(call: Call) -> Dims | None:
     if any(spec.shape != shape for spec in call.outputs) or call.name == "aten.where.default":
         return None  # where(mask) gives indices, as many as the mask has True
     dims = letters(len(shape))
-    count = 1 if name_of(call) in _LIKE else len(call.tensors)  # the other one gives its dtype
+    count = 1 if call.short_name in _LIKE else len(call.tensors)  # the other one gives its dtype
     inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors[:count]]
-    outputs = [dims] * len(call.outputs)
-    return Dims(
-        [*inputs, *frozen(call, count)], outputs, linear=_linear_groups(call), why="element by element"
-    )
+    inputs += frozen(call, count)
+    return Dims(inputs, [dims] * len(call.outputs), linear=_linear_groups(call), why="element by element")
 
 
 def _linear_groups(call: Call) -> list[list[int]]:
-    name, count = name_of(call), len(call.tensors)
+    name, count = call.short_name, len(call.tensors)
     if name in _LINEAR or (name in _TIMES | _OVER and count == 1 and isinstance(call.args[0], TensorSpec)):
         return [[0]] if name not in _OVER or _is_exact(call) else []  # or scaled by a number
     if name in _SUMS and count == 2:
@@ -114,7 +112,7 @@ def _linear_groups(call: Call) -> list[list[int]]:
 
 
 def _is_exact(call: Call) -> bool:
-    return "rounding_mode" not in arguments_of(call) or call.argument("rounding_mode") is None
+    return "rounding_mode" not in call.argument_names or call.argument("rounding_mode") is None
 
 
 def _dims_of_prelu(call: Call) -> Dims:

@@ -6,17 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from atorch_ns.capture.graph.call import Call
-from atorch_ns.operators.rules.dims import (
-    Dims,
-    Letters,
-    Table,
-    arguments_of,
-    broadcast,
-    but,
-    frozen,
-    letters,
-    name_of,
-)
+from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, but, frozen, letters
 
 _MOVED = "elements keep their place along it"
 
@@ -39,7 +29,7 @@ def _dims_of_permute(call: Call) -> Dims:
 
 def _permutation_order(call: Call, rank: int) -> list[int]:
     # The result's dim i is the argument's dim order[i].
-    name = name_of(call)
+    name = call.short_name
     if name == "permute":
         return [dim % rank for dim in call.argument("dims")]
     if name in ("movedim", "moveaxis"):
@@ -82,7 +72,7 @@ def _dims_of_reshape(call: Call) -> Dims | None:
         other = next((dim for dim in theirs if after[dim] != 1), None)
         if axis is not None and other is not None:
             inputs[axis] = outputs[other] = chr(ord("a") + number)
-    if name_of(call) == "unflatten":  # whose sizes are those of the dims that it makes alone
+    if call.short_name == "unflatten":  # whose sizes are those of the dims that it makes alone
         start = call.argument("dim") % len(before)
         new_dims = range(start, start + len(call.argument("sizes")))
         outputs = [axis if dim in new_dims else None for dim, axis in enumerate(outputs)]
@@ -99,16 +89,16 @@ def _equal_products(before: Sequence[int], after: Sequence[int]) -> Iterator[tup
     while index < len(before) or other < len(after):
         mine: list[int] = []
         theirs: list[int] = []
-        left = right = 1  # products of the sizes in mine and in theirs
-        while not (mine or theirs) or left != right:  # extend the side whose product is smaller
+        my_product = their_product = 1  # products of the sizes in mine and in theirs
+        while not (mine or theirs) or my_product != their_product:  # extend the side whose product is smaller
             if index == len(before) and other == len(after):
                 return  # sizes that depend on values, whose products are not known
-            if other == len(after) or (index < len(before) and left <= right):
-                left *= before[index]
+            if other == len(after) or (index < len(before) and my_product <= their_product):
+                my_product *= before[index]
                 mine.append(index)
                 index += 1
             else:
-                right *= after[other]
+                their_product *= after[other]
                 theirs.append(other)
                 other += 1
         yield mine, theirs
@@ -130,7 +120,7 @@ def _dims_of_unsqueeze(call: Call) -> Dims:
 
 def _dims_of_squeeze(call: Call) -> Dims:
     shape, dims = call.tensors[0].shape, _input_letters(call)
-    axes = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
+    axes = call.argument("dim") if "dim" in call.argument_names else range(len(shape))
     gaps = {dim % max(len(shape), 1) for dim in (axes if isinstance(axes, (list, tuple, range)) else [axes])}
     result = tuple(name for dim, name in enumerate(dims) if dim not in gaps or shape[dim] != 1)
     gap_names = {name for dim, name in enumerate(dims) if dim in gaps}
@@ -186,24 +176,23 @@ def _dims_of_pad(call: Call) -> Dims:
     padded_dims = [-1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
     dims = but(_input_letters(call), *padded_dims)
     zeros = not call.argument("value") and (  # another constant would be added once by every rank
-        "mode" not in arguments_of(call) or call.argument("mode") == "constant"
+        "mode" not in call.argument_names or call.argument("mode") == "constant"
     )
     return Dims([dims], [dims], linear=[[0]] if zeros else [], why="the dims that are padded are whole")
 
 
 def _dims_of_repeat(call: Call) -> Dims:
-    repeats = call.argument("repeats" if name_of(call) == "repeat" else "dims")
+    repeats = call.argument("repeats" if call.short_name == "repeat" else "dims")
     shape, rank = call.tensors[0].shape, len(call.outputs[0].shape)
     counts = [1] * (rank - len(repeats)) + list(repeats)  # aligned at the last dims
     dims = tuple(letter if count == 1 else None for letter, count in zip(letters(rank), counts, strict=True))
     new = rank - len(shape)  # dims that the result has in front
-    return _movement_dims(
-        [dims[new:]], [(*(None,) * new, *dims[new:])], why="the dims that are repeated are whole"
-    )
+    result = (*(None,) * new, *dims[new:])
+    return _movement_dims([dims[new:]], [result], why="the dims that are repeated are whole")
 
 
 def _dims_of_repeat_interleave(call: Call) -> Dims | None:
-    if "dim" not in arguments_of(call):  # it gives indices, as many as its counts add up to
+    if "dim" not in call.argument_names:  # it gives indices, as many as its counts add up to
         return None
     dims, dim = _input_letters(call), call.argument("dim")
     is_sized = call.argument("output_size") is not None  # a size of the whole result
@@ -266,8 +255,8 @@ _SIZES = {  # by operator the argument that has the result's sizes
 
 def size_argument(call: Call) -> tuple[str, int, int] | None:
     """Name and position of the argument with the result's sizes, and the result's dim of its first entry."""
-    name = _SIZES.get(name_of(call))
-    if name is None or name not in arguments_of(call):
+    name = _SIZES.get(call.short_name)
+    if name is None or name not in call.argument_names:
         return None
     first = call.argument("dim") % len(call.tensors[0].shape) if name == "sizes" else 0
-    return name, arguments_of(call).index(name), first
+    return name, call.argument_names.index(name), first

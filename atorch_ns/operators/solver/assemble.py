@@ -81,23 +81,15 @@ class Assembled:
 
     def plan(self, outcome: SolvedProblem, degree: int) -> OperatorPlan:
         """The plan of a solution."""
-        rules = {
-            key: options[choice]
-            for key, options, choice in zip(self.keys, self.rules, outcome.choices, strict=True)
-            if options
-        }
-        layout = {
-            key: options[choice]
-            for key, options, choice in zip(self.keys, self.placements, outcome.choices, strict=True)
-            if options
-        }
-        return OperatorPlan(
-            operators={key: rule for key, rule in rules.items() if rule.divides},
-            parameters={
-                key: placement for key, placement in layout.items() if not isinstance(placement, Replicate)
-            },
-            degree=degree,
-        )
+        operators: dict[str, Rule] = {}
+        parameters: dict[str, Placement] = {}
+        rows = zip(self.keys, self.rules, self.placements, outcome.choices, strict=True)
+        for key, rules, placements, choice in rows:
+            if rules and rules[choice].divides:
+                operators[key] = rules[choice]
+            elif placements and not isinstance(placements[choice], Replicate):
+                parameters[key] = placements[choice]
+        return OperatorPlan(operators=operators, parameters=parameters, degree=degree)
 
     def choices(self, plan: OperatorPlan) -> list[int]:
         """The option of each node under a legal plan. Nodes that it does not name stay whole."""

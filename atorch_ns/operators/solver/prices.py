@@ -26,7 +26,7 @@ from atorch_ns.costs.count import OperatorCounter, OperatorCounts
 from atorch_ns.costs.price import counted_seconds
 from atorch_ns.operators.divided.conversions import ArgumentNeed, steps
 from atorch_ns.operators.rules.rule import Placement, Rule
-from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, quiet_fake_kernels
+from atorch_ns.torch_compat import KernelsOfGpus, fake_tensor_mode, quiet_fake_kernels
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def work_of(op: Operator, device: torch.device, priced_for: str) -> Work:
         device: the device that the fake tensors claim to be on.
         priced_for: type of the device whose kernels are priced.
     """
-    kernels = nullcontext() if priced_for == device.type else DropoutOfGpus()  # a CPU stands for a GPU
+    kernels = nullcontext() if priced_for == device.type else KernelsOfGpus()  # a CPU stands for a GPU
     with fake_tensor_mode(), quiet_fake_kernels(), torch.enable_grad(), kernels:
         try:
             return _measure_call(op.call, device)

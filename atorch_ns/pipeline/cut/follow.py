@@ -53,7 +53,6 @@ class Follower(TorchFunctionMode):
         self._calls: list[_OpenCall] = []
         self._made_inside = WeakTensorKeyDictionary()  # the call that made a tensor inside a unit
         self._values: list[Value] = []
-        self._grads: list[bool] = []  # whether each value needs a gradient
         self._numbers: dict[int, int] = {}  # by id of a tensor, its latest value
         self._by_storage: dict[int, list[torch.Tensor]] = {}  # tensors that share memory
         self._references: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
@@ -158,21 +157,17 @@ class Follower(TorchFunctionMode):
         return self._add_value(
             tensor,
             inputs=sources,
-            needs_grad=any(self._grads[source] for source in sources),
             last_call=max((self._values[source].last_call for source in sources), default=-1),
             followable=followable,
         )
 
-    def _add_value(
-        self, tensor: torch.Tensor, *, needs_grad: bool, position: int | None = None, **fields: Any
-    ) -> int:
+    def _add_value(self, tensor: torch.Tensor, *, position: int | None = None, **fields: Any) -> int:
         number = len(self._values)
         spec = TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         index = len(self._calls) if position is None else position
         self._values.append(Value(spec=spec, position=index, **fields))
         if not torch.is_grad_enabled():
             self._gradless.add(number)
-        self._grads.append(needs_grad and tensor.is_floating_point())
         self._numbers[id(tensor)] = number
         self._references.append(tensor)
         self._nodes.append(self._nodes_of(tensor))
@@ -196,7 +191,7 @@ class Follower(TorchFunctionMode):
             return number
         name, parameter = self._parameters.get(id(tensor), ("", None))
         if parameter is not None:
-            return self._add_value(tensor, needs_grad=parameter.requires_grad, parameters=(name,))
+            return self._add_value(tensor, parameters=(name,))
         hidden = self._hidden_value(tensor)
         if hidden is not None:
             return hidden
@@ -204,16 +199,14 @@ class Follower(TorchFunctionMode):
         if sharers and not self._gains_grad(tensor, sharers[-1]):  # a view whose creation was not seen
             return self._derive_value(tensor, [sharers[-1]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
-            return self._add_value(tensor, needs_grad=False)
+            return self._add_value(tensor)
         # The result has a gradient, its calls have none: the model's own autograd function made these calls.
         if self._without_grad:
             # The model may be cut before the first of these calls or after the last one, but not between.
             self._sealed_positions.update(range(self._without_grad[0] + 1, len(self._calls)))
             self._without_grad = []
         inputs = tuple(sharers[-1:]) if number is None else (number,)
-        return self._add_value(
-            tensor, inputs=inputs, needs_grad=True, last_call=len(self._calls) - 1, followable=False
-        )
+        return self._add_value(tensor, inputs=inputs, last_call=len(self._calls) - 1, followable=False)
 
     def _gains_grad(self, tensor: torch.Tensor, number: int) -> bool:
         return number in self._gradless and tensor.grad_fn is not None  # autograd functions attach it late
@@ -222,15 +215,12 @@ class Follower(TorchFunctionMode):
         # A unit's buffer counts as made by the first call: stages that do not have the unit cannot read it.
         name, buffer = self._buffers.get(id(tensor), ("", None))
         if buffer is not None:
-            return self._add_value(
-                tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name
-            )
+            return self._add_value(tensor, position=0, last_call=0, followable=False, hidden=name)
         call = self._made_inside.get(tensor)  # such as an auxiliary loss of a block
         if call is None:
             return None
         return self._add_value(
             tensor,
-            needs_grad=tensor.requires_grad or self._needs_grad(call),
             position=call + 1,
             last_call=call,
             followable=False,
@@ -245,14 +235,7 @@ class Follower(TorchFunctionMode):
             # It may also be an argument or an output. An alias replaces it to tell the two uses apart.
             alias = tensor.view_as(tensor)
             attributes[name] = alias
-            self._add_value(
-                alias, needs_grad=tensor.requires_grad, last_call=number, followable=False, hidden=path
-            )
-
-    def _needs_grad(self, number: int) -> bool:
-        call = self._calls[number]
-        trains = any(p.requires_grad for p in call.unit.module.parameters())
-        return trains or any(self._grads[value] for value in call.arguments)
+            self._add_value(alias, last_call=number, followable=False, hidden=path)
 
     def _enter_unit(self, unit: NamedModule, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._busy = True
@@ -284,9 +267,8 @@ class Follower(TorchFunctionMode):
                 self._record_mutation(tensor, call.arguments, followable=False)
         self._versions = []
         self._note_attributes(number)
-        needs_grad = self._needs_grad(number)
         for leaf, tensor in enumerate(tensors_of(output)):
-            value = self._add_value(tensor, needs_grad=needs_grad, last_call=number, call=number, leaf=leaf)
+            value = self._add_value(tensor, last_call=number, call=number, leaf=leaf)
             call.outputs.append(value)
         call.set_output(output, self._values)
         if self.on_call is not None:

@@ -15,7 +15,7 @@ from atorch_ns.capture.nests import map_tensors, resize, resized_shape
 from atorch_ns.capture.real_values import RealValues, fake_like, largest_real, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.profile.record.steps import RecordedStep, StepPrecision, TracedModel, record_step
-from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
+from atorch_ns.torch_compat import KernelsOfGpus, fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
 
 
 class FakeSteps:
@@ -48,7 +48,8 @@ class FakeSteps:
             model = copy_structure(self._subject.model, partial(self._fake_copy, precision), self._containers)
             if sizes not in self._batches:
                 self._batches[sizes] = map_tensors(partial(self._resize_tensor, sizes), self._subject.batch)
-            kernels = nullcontext() if self._subject.counts_workspaces else DropoutOfGpus()
+            is_for_cpu = self._subject.counts_workspaces and self._device.type == "cpu"
+            kernels = nullcontext() if is_for_cpu else KernelsOfGpus()
             with RealValues(largest_real(math.prod(sizes))), kernels:
                 yield model, self._batches[sizes]
 

@@ -18,6 +18,7 @@ from torch import nn
 from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.capture.operators import is_free, label
+from atorch_ns.capture.real_values import tensor_metadata
 from atorch_ns.costs.count import count_flops, is_attention, is_causal, moved_bytes, position_of
 from atorch_ns.costs.workspaces import workspace_bytes
 from atorch_ns.torch_compat import TorchDispatchMode
@@ -203,7 +204,7 @@ class OperatorRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "prim":  # questions about a tensor
-            return _tensor_metadata(func, args)
+            return tensor_metadata(func, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = _dense_tensors(out)
@@ -320,14 +321,6 @@ _FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
     torch.ops.aten.addmm.default: (1, 2, 0),
 }
 """Positions of the left factor, the right factor and the summand among an operator's arguments."""
-
-
-def _tensor_metadata(func: Any, args: tuple[Any, ...]) -> Any:
-    if func is torch.ops.prim.device.default:  # two of three calls; a fake tensor holds its device
-        device = getattr(args[0], "fake_device", None)
-        if device is not None:
-            return device
-    return func(*args)
 
 
 def _dense_tensors(value: Any) -> list[torch.Tensor]:

@@ -153,7 +153,8 @@ class RecordedStep:
         uses: forward stretches, in order, that use each parameter outside blocks, by first name.
         sizes: B and T of the step.
         names: first names of the parameters, which are the first of the given tensors.
-        division: tensors and operators that tensor parallelism would divide.
+        parameters: the parameters that tensor parallelism would divide.
+        division: tensors and operators that it would divide.
     """
 
     recording: Recording
@@ -161,19 +162,15 @@ class RecordedStep:
     uses: Mapping[str, list[int]]
     sizes: tuple[int, int]
     names: tuple[str, ...]
+    parameters: ParameterDims = field(default_factory=ParameterDims)
     division: TensorDivision = field(default_factory=TensorDivision)
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The dim along which each divided parameter is divided, by its first name."""
-        return {self.names[number]: dim for number, dim in self.division.dims.items()}
 
     def with_division(self, parameters: ParameterDims) -> RecordedStep:
         """The step with the tensors and operators that are divided if these parameters are."""
         numbers = {name: number for number, name in enumerate(self.names)}
         dims = {numbers[name]: dim for name, dim in parameters.dims.items()}
         ends = {numbers[name] for name in parameters.ends}
-        return replace(self, division=follow_division(self.recording, dims, ends))
+        return replace(self, parameters=parameters, division=follow_division(self.recording, dims, ends))
 
     def worked(self) -> list[bool]:
         """Whether each stretch ran an operator, forward or backward."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, fit_text, legend_rows, nice_ticks, text_width
+from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, Unit, fit_text, legend_rows, nice_ticks, text_width
 from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow, used_parts
 from atorch_ns.report.info.verdict import WaterfallBar, WaterfallInfo
 from atorch_ns.report.text.text import KIND_NAMES, timeline_sentence
@@ -21,19 +21,15 @@ _GAP = 6  # between a bar and its figure
 def waterfall_picture(info: WaterfallInfo) -> str:
     """The baseline's step, each change as a floating bar, and the winner's step."""
     changes = ", ".join(f"{bar.label} {_signed_seconds_text(bar.change)}" for bar in info.bars)
-    description = (
-        f"From {seconds_text(info.baseline_seconds)} to {seconds_text(info.winner_seconds)}: "
-        f"{changes or 'the baseline won'}."
-    )
     start, end = seconds_text(info.baseline_seconds), seconds_text(info.winner_seconds)
+    description = f"From {start} to {end}: {changes or 'the baseline won'}."
     rows = [(f"baseline: {info.baseline}", 0.0, info.baseline_seconds, "total", start)]
     for bar in info.bars:
         note = "" if bar.source == "measured" else f" ({bar.source})"
         # A change is a bar from the step before it to the step after it.
         low, high = sorted((bar.before, bar.after))
-        rows.append(
-            (f"{bar.label}{note}", low, high, "faster" if bar.change <= 0 else "slower", _change_text(bar))
-        )
+        style = "faster" if bar.change <= 0 else "slower"
+        rows.append((f"{bar.label}{note}", low, high, style, _change_text(bar)))
     rows.append((f"winner: {info.winner}", 0.0, info.winner_seconds, "total", end))
     title = "From the baseline to the winner"
     canvas = Canvas("waterfall", title, description, WIDTH, height=_STEP_ROW * len(rows) + 8)
@@ -65,10 +61,8 @@ _EDGE = 8  # room for half a diamond at a bar's end
 def memory_picture(info: MemoryInfo) -> str:
     """Predicted peaks in parts against the limit; a diamond where it was measured."""
     over = sum(info.over(bar) > 0 for bar in info.bars)
-    description = (
-        f"{len(info.bars)} candidates, {over} over the limit of "
-        f"{bytes_text(info.limit_bytes or None)}. " + _first_bar_sentence(info.bars, bytes_text)
-    )
+    first, limit = _first_bar_sentence(info.bars, bytes_text), bytes_text(info.limit_bytes or None)
+    description = f"{len(info.bars)} candidates, {over} over the limit of {limit}. {first}"
     return _stacked_bars(
         "memory", "Peak memory per rank", description, info, to_text=bytes_text, limit=info.limit_bytes
     )
@@ -81,23 +75,17 @@ def time_picture(info: TimeInfo) -> str:
 
 
 def _stacked_bars(
-    name: str,
-    title: str,
-    description: str,
-    info: MemoryInfo | TimeInfo,
-    *,
-    to_text: Callable[[float | None], str],
-    limit: float = 0.0,
+    name: str, title: str, description: str, info: MemoryInfo | TimeInfo, *, to_text: Unit, limit: float = 0.0
 ) -> str:
-    part_indices = used_parts(info)
-    legend = legend_rows([info.names[part] for part in part_indices], WIDTH)
+    parts = {part: info.names[part] for part in used_parts(info)}
+    legend = legend_rows([*parts.values()], WIDTH)
     top = _LINE * (len(legend) + 1) + 12
     canvas = Canvas(name, title, description, WIDTH, height=int(top + _ROW * len(info.bars) + 10))
     highest = max((_longest_value(bar) for bar in info.bars), default=0.0)
     # A limit far above every bar would press them flat: it is then named, but not drawn.
     draws_limit = 0 < limit <= 4 * highest
     scale = (WIDTH - _EDGE) / (max(highest, limit if draws_limit else 0.0) or 1.0)
-    _draw_legend(canvas, legend, {info.names[part]: f"p{part}" for part in part_indices}, with_numbers=True)
+    _draw_legend(canvas, legend, {name: f"p{part}" for part, name in parts.items()}, with_numbers=True)
     y = FONT + _LINE * len(legend)
     canvas.mark(7, y - FONT / 2 + 2, "diamond", style="measured")
     canvas.text(FONT + 7, y, "measured; bars are predicted")
@@ -106,21 +94,14 @@ def _stacked_bars(
         canvas.text(260 + FONT + 7, y, f"limit {to_text(limit)}")
     for position, bar in enumerate(info.bars):
         y = top + _ROW * position
-        _draw_bar(canvas, bar, y, scale, parts=part_indices, names=info.names, to_text=to_text)
+        _draw_bar(canvas, bar, y, scale, parts=parts, to_text=to_text)
         if draws_limit:  # across the bar only: a line through the labels would hide them
             canvas.line(limit * scale, y + FONT + 4, limit * scale, y + FONT + _BAR + 10, style="limit")
     return canvas.finish()
 
 
 def _draw_bar(
-    canvas: Canvas,
-    bar: Bar,
-    y: float,
-    scale: float,
-    *,
-    parts: Sequence[int],
-    names: Sequence[str],
-    to_text: Callable[[float | None], str],
+    canvas: Canvas, bar: Bar, y: float, scale: float, *, parts: Mapping[int, str], to_text: Unit
 ) -> None:
     value = bar.measured.value if bar.measured is not None else None
     amount = to_text(bar.predicted) if value is None else f"{to_text(bar.predicted)} (◆ {to_text(value)})"
@@ -131,9 +112,9 @@ def _draw_bar(
     canvas.text(canvas.width, y + FONT, amount, style=style, anchor="end")
     # Parts lie side by side from the left, numbered where they are wide enough.
     x, top = 0.0, y + FONT + 6
-    for number, part in enumerate(parts, 1):
+    for number, (part, name) in enumerate(parts.items(), 1):
         length = bar.parts[part] * scale
-        canvas.box(x, top, length, _BAR, style=f"p{part}", tip=f"{names[part]}: {to_text(bar.parts[part])}")
+        canvas.box(x, top, length, _BAR, style=f"p{part}", tip=f"{name}: {to_text(bar.parts[part])}")
         if length > FONT:  # there is room for its number
             canvas.text(x + length / 2, top + _BAR - 5, str(number), style="on", anchor="middle")
         x += length
@@ -143,11 +124,7 @@ def _draw_bar(
 
 
 def _draw_legend(
-    canvas: Canvas,
-    rows: Sequence[Sequence[tuple[float, str]]],
-    styles: Mapping[str, str],
-    *,
-    with_numbers: bool = False,
+    canvas: Canvas, rows: list[list[tuple[float, str]]], styles: dict[str, str], *, with_numbers: bool = False
 ) -> None:
     for line, row in enumerate(rows):
         y = FONT + _LINE * line
@@ -166,7 +143,7 @@ def _longest_value(bar: Bar) -> float:
     return max(bar.predicted, value or 0.0)
 
 
-def _first_bar_sentence(bars: Sequence[Bar], to_text: Callable[[float | None], str]) -> str:
+def _first_bar_sentence(bars: Sequence[Bar], to_text: Unit) -> str:
     if not bars:
         return ""
     first = bars[0]
@@ -242,9 +219,8 @@ def _merge_thin_blocks(row: TimelineRow, scale: float) -> Iterator[_Span]:
         yield _merged_span(thin, start, end)
 
 
-def _merged_span(kinds: Iterable[str], start: float, end: float) -> _Span:
-    only = set(kinds)
-    return _Span(only.pop() if len(only) == 1 else "mixed", start, end - start, False, "")
+def _merged_span(kinds: set[str], start: float, end: float) -> _Span:
+    return _Span(min(kinds) if len(kinds) == 1 else "mixed", start, end - start, False, "")
 
 
 def _draw_row(canvas: Canvas, spans: Sequence[_Span], y: float) -> None:
@@ -261,8 +237,7 @@ def _draw_row(canvas: Canvas, spans: Sequence[_Span], y: float) -> None:
 
 
 def _draw_axis(canvas: Canvas, info: TimelineInfo, scale: float, y: float) -> None:
-    ticks = nice_ticks(info.step_seconds, num=4)
-    for tick in ticks:
+    for tick in nice_ticks(info.step_seconds, num=4):
         x = _LEFT + tick * scale
         if x <= canvas.width - _RIGHT + 1:  # the last tick may lie beyond the step
             canvas.line(x, y - (_RANK_ROW - _RANK_BAR), x, y, style="grid")

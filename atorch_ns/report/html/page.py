@@ -120,7 +120,7 @@ def report_figures(search: SearchOutcome | None, timeline: TimelineInfo | None) 
 
 def _search_values(search: SearchOutcome) -> dict[str, Any]:
     info = candidates_info(search)
-    best = next((str(line.number) for line in info.lines if line.is_best), "")
+
     visible = tuple(line for line in info.considered if _worth_a_line(line))
     lists = (("Self-checks", search.checks), ("Assumed", search.setting.notes))
     settings = {**search.settings.model_dump(), "fingerprint": search.setting.fingerprint}
@@ -130,7 +130,7 @@ def _search_values(search: SearchOutcome) -> dict[str, Any]:
         "candidates": candidates_table(info._replace(lines=visible)).without_unknown(),
         "candidates_note": _PLANNED if info.planned else _TRIED,
         "folded": tuple(_collapsed_tables(info, visible)),
-        "best": best,
+        "best": next((str(line.number) for line in info.lines if line.is_best), ""),
         "lists": tuple((heading, lines) for heading, lines in lists if lines),
         "settings": tuple((name.replace("_", " "), str(value)) for name, value in settings.items()),
     }

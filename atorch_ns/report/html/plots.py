@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, nice_ticks, text_width
+from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, Unit, nice_ticks, text_width
 from atorch_ns.report.info.accuracy import AccuracyInfo
 from atorch_ns.report.info.candidates import HistoryInfo, ParetoInfo, ParetoPoint
 from atorch_ns.text import bytes_text, count_noun, number_text, percent_text, seconds_text
@@ -32,9 +32,7 @@ class _Axes:
         bottom = self._canvas.height - _BOTTOM
         return bottom - _axis_fraction(self._up, value) * (self._canvas.height - _TOP - _BOTTOM)
 
-    def draw(
-        self, across: tuple[str, Callable[[float | None], str]], up: tuple[str, Callable[[float | None], str]]
-    ) -> None:
+    def draw(self, across: tuple[str, Unit], up: tuple[str, Unit]) -> None:
         """Grid, ticks and the axes' names."""
         canvas = self._canvas
         bottom = canvas.height - _BOTTOM
@@ -56,17 +54,17 @@ class _Axes:
 
 def history_picture(info: HistoryInfo) -> str:
     """Every trial's step, the best so far as a stair, failures as crosses above."""
-    errors = [point for point in info.points if point.seconds is None]
+    medians = [point.seconds for point in info.points if point.seconds is not None]
     upper_ends = [point.seconds + point.spread for point in info.points if point.seconds is not None]
     least = [point.seconds - point.spread for point in info.points if point.seconds is not None]
     if info.lower_bound_seconds is not None:
         least.append(info.lower_bound_seconds)
     best = min((point.best_seconds for point in info.points if point.best_seconds), default=None)
-    description = f"{count_noun(len(info.points), 'trial')}, {len(errors)} failed; the best step was {seconds_text(best)}."
+    num_errors = len(info.points) - len(medians)
+    description = f"{count_noun(len(info.points), 'trial')}, {num_errors} failed; the best step was {seconds_text(best)}."
     canvas = Canvas("history", "Trials in their order", description, WIDTH, height=300)
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / 8))  # about 8 ticks
-    medians = [point.seconds for point in info.points if point.seconds is not None]
     up = _far_ticks(medians) or _linear_ticks([*least, *(value * 1.01 for value in upper_ends)], seconds_text)
     axes = _Axes(canvas, range(0, last + step + 1, step), up)
     axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
@@ -83,13 +81,10 @@ def history_picture(info: HistoryInfo) -> str:
         canvas.line(_LEFT, y, WIDTH - _RIGHT, y, style="bound")
         canvas.text(WIDTH - _RIGHT, y - 5, "lower bound (predicted)", anchor="end", style="muted")
     for point in info.points:
+        x, is_winner, spread = axes.x(point.trial), point.trial == info.best_trial, point.spread
         if point.seconds is None:
-            canvas.mark(
-                axes.x(point.trial), _TOP + 8, "cross", style="failed", tip=f"{point.label}: {point.status}"
-            )
+            canvas.mark(x, _TOP + 8, "cross", style="failed", tip=f"{point.label}: {point.status}")
             continue
-        x, is_winner = axes.x(point.trial), point.trial == info.best_trial
-        spread = point.spread
         canvas.line(x, axes.y(point.seconds - spread), x, axes.y(point.seconds + spread), style="whisker")
         tip = f"trial {point.trial}: {point.label}: {seconds_text(point.seconds)} ±{seconds_text(spread)}"
         shape, style = ("diamond", "won") if is_winner else ("circle", "dot")
@@ -160,7 +155,7 @@ def _point_position(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
     return axes.x(point.time.value or 0.0), axes.y(point.memory.value or 0.0)
 
 
-def _linear_ticks(values: Sequence[float], to_text: Callable[[float | None], str]) -> tuple[float, ...]:
+def _linear_ticks(values: Sequence[float], to_text: Unit) -> tuple[float, ...]:
     """Ticks from zero, or from below the least value where values lie close together far from zero."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if 0.7 * high < low < high:
@@ -202,12 +197,9 @@ def _axis_fraction(ticks: Sequence[float], value: float) -> float:
     return (value - first) / (last - first)
 
 
-def _in_unit(unit: float) -> Callable[[float | None], str]:
-    return lambda value: bytes_text(None if value is None else value * unit)
-
-
 def _bytes_ticks(values: Sequence[float]) -> tuple[float, ...]:
     # Round in the binary unit that they are written in: 2 GiB rather than 2 GB.
     highest = max(values, default=1.0)
     unit = next((size for size in (2.0**40, 2.0**30, 2.0**20, 2.0**10) if highest >= size), 1.0)
-    return tuple(tick * unit for tick in _linear_ticks([value / unit for value in values], _in_unit(unit)))
+    ticks = _linear_ticks([value / unit for value in values], lambda tick: bytes_text((tick or 0.0) * unit))
+    return tuple(tick * unit for tick in ticks)

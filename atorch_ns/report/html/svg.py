@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH = 440
@@ -11,6 +11,9 @@ WIDTH = 440
 
 FONT = 13
 """Height of text, in the units of the picture: legible on a phone, and not huge on a desktop."""
+
+Unit = Callable[[float | None], str]
+"""Writes a figure with its unit."""
 
 _CHARACTER = 0.58  # mean width of a character over the font's height, for fitting labels
 
@@ -42,9 +45,7 @@ class Canvas:
 
     def boxes(self, corners: Iterable[tuple[float, float, float, float]], *, style: str) -> None:
         """Many rectangles of one style, each ``(x, y, width, height)``, written as one shape."""
-        parts = (
-            f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z" for x, y, width, height in corners
-        )
+        parts = (f"M{x:.1f} {y:.1f}h{wide:.1f}v{high:.1f}h-{wide:.1f}z" for x, y, wide, high in corners)
         self._add_element("path", f'd="{"".join(parts)}"', style)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, style: str) -> None:

@@ -217,18 +217,15 @@ def timeline_info(step: PipelineStep) -> TimelineInfo:
         stages = tuple(sorted({action.stage for action in order}))
         laps = {stage: lap for lap, stage in enumerate(stages)}  # order of the rank's stages
         times = zip(order, timeline.starts[rank].tolist(), timeline.ends[rank].tolist(), strict=True)
-        rows.append(
-            TimelineRow(
-                rank=rank,
-                stages=stages,
-                blocks=tuple(
-                    TimelineBlock(*action, start, end, laps[action.stage]) for action, start, end in times
-                ),
-                busy_seconds=timeline.busy_seconds[rank],
-                idle_share=timeline.idle_shares[rank],
-                live_micro_batches=tuple(live[stage] for stage in stages),
-            )
+        row = TimelineRow(
+            rank=rank,
+            stages=stages,
+            blocks=tuple(TimelineBlock(*act, start, end, laps[act.stage]) for act, start, end in times),
+            busy_seconds=timeline.busy_seconds[rank],
+            idle_share=timeline.idle_shares[rank],
+            live_micro_batches=tuple(live[stage] for stage in stages),
         )
+        rows.append(row)
     return TimelineInfo(
         step.schedule, step.num_micro_batches, timeline.step_seconds, timeline.bubble_share, tuple(rows)
     )

@@ -304,7 +304,7 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
     the winner once tried: the simplest of candidates that differ by noise wins, not the shortest median.
     """
     points: list[HistoryPoint] = []
-    winner = outcome.winner
+    winner, limit = outcome.winner, outcome.setting.memory_limit_bytes or math.inf  # 0 for no limit
     best: Row | None = None
     for row in sorted(outcome.rows, key=lambda row: row.trial_number):
         trial = row.trial
@@ -312,29 +312,23 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
             continue
         value = trial.median_seconds if trial.succeeded else None
         # Trials that failed or took more than the limit are shown, but are never the best so far.
-        if value is not None and row.fate != "failed" and _has_room(row, outcome.setting.memory_limit_bytes):
+        if value is not None and row.fate != "failed" and trial.max_peak_bytes <= limit:
             rivals = [each for each in (best, row) if each is not None]
             best = winner if winner in rivals else min(rivals, key=lambda each: _row_objective(each, outcome))
-        points.append(
-            HistoryPoint(
-                trial=row.trial_number,
-                key=row.candidate.key,
-                label=row.candidate.label,
-                status=trial.status,
-                seconds=value,
-                spread=trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0,
-                num_steps=len(trial.step_seconds),
-                best_seconds=best.trial.median_seconds if best is not None and best.trial else None,
-                total_seconds=trial.total_seconds,
-                best_trial=best.trial_number if best is not None else 0,
-            )
+        point = HistoryPoint(
+            trial=row.trial_number,
+            key=row.candidate.key,
+            label=row.candidate.label,
+            status=trial.status,
+            seconds=value,
+            spread=trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0,
+            num_steps=len(trial.step_seconds),
+            best_seconds=best.trial.median_seconds if best is not None and best.trial else None,
+            total_seconds=trial.total_seconds,
+            best_trial=best.trial_number if best is not None else 0,
         )
+        points.append(point)
     return HistoryInfo(tuple(points), outcome.lower_bound_seconds, winner.trial_number if winner else 0)
-
-
-def _has_room(row: Row, limit_bytes: int) -> bool:
-    peak_bytes = row.trial.max_peak_bytes if row.trial is not None else 0
-    return not limit_bytes or peak_bytes <= limit_bytes
 
 
 def _row_objective(row: Row, outcome: SearchOutcome) -> float:
@@ -344,9 +338,7 @@ def _row_objective(row: Row, outcome: SearchOutcome) -> float:
         return num_bytes
     if objective == "batch":
         estimate, batch = row.candidate.estimate, row.candidate.largest_batch
-        ratio = (
-            num_bytes / estimate.allocated_bytes if estimate is not None and estimate.allocated_bytes else 1.0
-        )
+        ratio = num_bytes / estimate.allocated_bytes if estimate and estimate.allocated_bytes else 1.0
         return ratio / batch if batch else math.inf  # the largest batch, corrected by measured memory
     return seconds(row).value or math.inf
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import InputError, MethodNotFoundError
+from atorch_ns.errors import InputError
 from atorch_ns.method import Chosen, Registry, clash, resolve
 from atorch_ns.report.info.candidates import is_planned, peak, seconds
 from atorch_ns.report.info.verdict import verdict
@@ -42,8 +42,6 @@ def explain_method(strategy: Strategy, name: str, cluster: Cluster, registry: Re
     Raises:
         MethodNotFoundError: if no installed method has this name.
     """
-    if name not in registry:
-        raise MethodNotFoundError([registry.unknown(name)])
     return tuple(_method_text(strategy, registry.get(name).name, cluster, registry))
 
 
@@ -72,14 +70,11 @@ def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
     lines = list(verdict(outcome))
     others = [row for row in outcome.rows if row.candidate.key != outcome.best]
     tried_rows = [row for row in others if row.trial is not None]
-    if tried_rows:
-        lines.append("Tried and not chosen:")
-        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in tried_rows]
     rest = [row for row in others if row.trial is None]
-    first_rows = rest[:8]
-    if first_rows:
-        lines.append("Not chosen:" if is_planned(outcome) else "Not tried:")
-        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in first_rows]
+    first_rows, title = rest[:8], "Not chosen:" if is_planned(outcome) else "Not tried:"
+    for head, rows in (("Tried and not chosen:", tried_rows), (title, first_rows)):
+        if rows:
+            lines += [head, *(f"  {row.candidate.label}: {_fate_text(row)}" for row in rows)]
     if len(rest) > len(first_rows):
         lines.append(f"  and {len(rest) - len(first_rows)} more; --why explains one")
     return tuple(lines)
@@ -98,22 +93,15 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     methods = dict.fromkeys(step for each in outcome.rows for step, _ in each.candidate.steps)
     if name in methods:
         return tuple(_of_method(outcome, name))
-    row = _find_row(outcome, name)
-    if row is not None:
-        return tuple(_of_candidate(outcome, row))
+    for number, row in enumerate(outcome.rows, 1):
+        if name in (row.candidate.key, f"#{number}", str(number), row.candidate.label):
+            return tuple(_of_candidate(outcome, row))
     names = [*methods, *(each.candidate.key for each in outcome.rows)]
     hint = did_you_mean(name, names, otherwise=f"Methods: {', '.join(methods)}.")
     raise InputError(
         f"nothing in this search is called {name!r}.{hint} Give a candidate's key, its number (#1 to "
         f"#{len(outcome.rows)}) or its whole label."
     )
-
-
-def _find_row(outcome: SearchOutcome, name: str) -> Row | None:
-    for number, row in enumerate(outcome.rows, 1):
-        if name in (row.candidate.key, f"#{number}", str(number), row.candidate.label):
-            return row
-    return None
 
 
 def _of_candidate(outcome: SearchOutcome, row: Row) -> Iterator[str]:

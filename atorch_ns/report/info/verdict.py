@@ -140,8 +140,7 @@ def _change_text(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> s
 
 
 def _json_text(config: Any) -> str:
-    text = json.dumps(config or {}, ensure_ascii=False).strip("{}").replace('"', "")
-    return text if text else "defaults"
+    return json.dumps(config or {}, ensure_ascii=False).strip("{}").replace('"', "") or "defaults"
 
 
 def _part_changes(baseline: Row, winner: Row) -> tuple[PartChange, ...]:

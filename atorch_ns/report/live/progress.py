@@ -13,7 +13,6 @@ from atorch_ns.search import (
     Event,
     Priced,
     Profiling,
-    Row,
     SearchNote,
     SearchOutcome,
     SearchSetting,
@@ -151,8 +150,9 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
             yield event.text
         case Ended():
             yield from verdict(event.outcome)
-            losers = (row for row in event.outcome.rows if row.fate in ("lost", "failed"))
-            yield from (_loser_text(row) for row in losers if verbose or row.trial is not None)
+            for row in event.outcome.rows:
+                if row.fate in ("lost", "failed") and (verbose or row.trial is not None):
+                    yield f"  {row.fate}: {row.candidate.label}: {row.reason}"
 
 
 def predicted_text(candidate: Candidate) -> str:
@@ -201,10 +201,6 @@ def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
             yield f"  pruned: {candidate.label}: {reason}"
 
 
-def _loser_text(row: Row) -> str:
-    return f"  {row.fate}: {row.candidate.label}: {row.reason}"
-
-
 def live_view(progress: Progress, num_rows: int, *, width: int) -> RenderableType:
     """The setting, the first candidates, and the current activity, for a rich console.
 
@@ -218,13 +214,12 @@ def live_view(progress: Progress, num_rows: int, *, width: int) -> RenderableTyp
     head = setting_text(progress.setting) if progress.setting is not None else progress.doing
     best = progress.candidates.get(progress.best or "")
     so_far = f"   best so far: {best.label}, {seconds_text(progress.best_seconds())}" if best else ""
-    foot = f"{progress.elapsed_text()}   {progress.doing}{so_far}"
+    foot = Text(f"{progress.elapsed_text()}   {progress.doing}{so_far}")
     parts: list[RenderableType] = [Text(head)]
     if progress.candidates:
         parts.append(_candidates_table(progress, num_rows, is_wide=width >= _WIDE))
     parts += [Text(note, style="yellow") for note in progress.notes[-3:]]  # the last three
-    parts.append(Text(foot))
-    return Group(*parts)
+    return Group(*parts, foot)
 
 
 def _candidates_table(progress: Progress, num_rows: int, *, is_wide: bool) -> RenderableType:

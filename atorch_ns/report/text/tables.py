@@ -66,11 +66,8 @@ class Table(NamedTuple):
     @property
     def short(self) -> frozenset[int]:
         """The columns of text in which no cell is long."""
-        return frozenset(
-            at
-            for at in self.words
-            if all(len(cell) <= _SHORT for cell in (self.columns[at], *(row[at] for row in self.rows)))
-        )
+        cells = list(zip(self.columns, *self.rows, strict=True))  # column by column
+        return frozenset(at for at in self.words if max(map(len, cells[at])) <= _SHORT)
 
     @property
     def is_roomy(self) -> bool:
@@ -80,9 +77,8 @@ class Table(NamedTuple):
     def without_unknown(self) -> Table:
         """The table without the columns in which nothing is known."""
         places = range(len(self.columns))
-        return self._keep_columns(
-            [at for at in places if any(row[at] != UNKNOWN for row in self.rows) or not self.rows]
-        )
+        useful = [at for at in places if any(row[at] != UNKNOWN for row in self.rows) or not self.rows]
+        return self._keep_columns(useful)
 
     def without(self, column: str) -> Table:
         """The table without a column, for tables whose rows are numbered as in one before."""
@@ -110,13 +106,10 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
 
     table = table.without_unknown()
     narrow = {at for at in range(len(table.columns)) if at not in table.words} | table.short
-    columns, rows = (
-        _with_sentences_under_names(table) if table.ends_in_sentences else (table.columns, table.rows)
-    )
-    widths = _column_widths(
-        [(name, *(row[at] for row in rows)) for at, name in enumerate(columns)], narrow, width
-    )
-    if sum(widths) + len(widths) * _GAP > width and (num := len(table.columns)) > 3:
+    columns, rows = _with_sentences_under_names(table)
+    widths = _column_widths(list(zip(columns, *rows, strict=True)), narrow, width)
+    total = sum(widths) + len(widths) * _GAP
+    if total > width and (num := len(table.columns)) > 3:
         halves = range(num // 2), [0, *range(num // 2, num)]
         return "\n\n".join(as_text(table._keep_columns([*half]), width=width) for half in halves)
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -126,13 +119,7 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))  # not markup: names may hold brackets
     stream = StringIO()
-    console = Console(
-        file=stream,
-        width=sum(widths) + len(widths) * _GAP,
-        no_color=True,
-        force_terminal=False,
-        highlight=False,
-    )
+    console = Console(file=stream, width=total, no_color=True, force_terminal=False, highlight=False)
     console.print(grid)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
@@ -165,8 +152,9 @@ def _column_widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int
 
 
 def _with_sentences_under_names(table: Table) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    at, last = min(table.words), len(table.columns) - 1
-    if at == last:
+    last = len(table.columns) - 1
+    at = min(table.words, default=last)
+    if at == last or not table.ends_in_sentences:
         return table.columns, list(table.rows)
     columns = list(table.columns[:last])
     columns[at] = f"{columns[at]}, and {table.columns[last]}"

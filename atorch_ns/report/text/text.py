@@ -11,7 +11,6 @@ from atorch_ns.job import Report
 from atorch_ns.report.info.accuracy import QUANTITIES, ActualInfo, accuracy_info
 from atorch_ns.report.info.breakdown import Bar, TimelineInfo, TimelineRow, memory_info, time_info
 from atorch_ns.report.info.candidates import (
-    CandidateLine,
     CandidatesInfo,
     ReportedNumber,
     candidates_info,
@@ -95,7 +94,6 @@ def _timeline_letters(row: TimelineRow, step_seconds: float, columns: int) -> st
         while block is not None and block.end <= moment:
             block = next(blocks, None)
         running = block is not None and block.start <= moment
-        assert block is not None or not running
         letters.append((block.kind.lower() if block.lap else block.kind) if running and block else _IDLE)
     return "".join(letters)
 
@@ -172,15 +170,10 @@ def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Itera
     numbers = {line.number for line in visible.lines}
     hidden = [line for line in info.lines if line.number not in numbers]
     if hidden:
-        kinds = Counter(_fate_kind(line, is_planned=info.planned) for line in hidden)
+        # A fate without its mark.
+        kinds = Counter(fate_text(line, planned=info.planned).partition(" ")[2] for line in hidden)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         yield f"  and {len(hidden)} more: {counts}"
-
-
-def _fate_kind(line: CandidateLine, *, is_planned: bool) -> str:
-    if line.fate == "pruned":
-        return f"pruned ({line.pruned_kind})" if line.pruned_kind else "pruned"
-    return fate_text(line, planned=is_planned).partition(" ")[2]  # without its mark
 
 
 def _and_measured(bars: tuple[Bar, ...]) -> str:

@@ -146,12 +146,9 @@ class History:
         self, setting: SearchSetting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome
     ) -> None:
         """Appends one trial."""
+        parameters = named_features(candidate)
         trial = TrialRecord(
-            key=candidate.key,
-            label=candidate.label,
-            parameters=named_features(candidate),
-            task=task,
-            outcome=outcome,
+            key=candidate.key, label=candidate.label, parameters=parameters, task=task, outcome=outcome
         )
         self._add_line(setting, HistoryLine(study=setting.fingerprint, trial=trial))
 

@@ -147,8 +147,6 @@ def label_of(steps: Iterable[Step], *, leave_out: Iterable[str] = ()) -> str:
 
 def _step_label(step: Step) -> str:
     config = step.config
-    if config is None:
-        return step.name
     if not isinstance(config, dict):
         return str(step)
     return f"{step.name}({', '.join(_config_item_text(key, value) for key, value in config.items())})"

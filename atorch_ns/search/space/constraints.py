@@ -114,9 +114,7 @@ def read_constraints(
     if problems:
         lines = problems if len(problems) == 1 else ["", *(f"  {n}. {p}" for n, p in enumerate(problems, 1))]
         raise InputError("the strategy cannot be searched for as asked: " + "\n".join(lines))
-    configs = {
-        constraint.methods[0]: constraint.config for constraint in inclusions if constraint.config is not None
-    }
+    configs = {each.methods[0]: each.config for each in inclusions if each.config is not None}
     return Constraints(tuple(inclusions), tuple(exclusions), configs)
 
 
@@ -154,10 +152,8 @@ def _read_constraint(step: Step, registry: Registry) -> MethodConstraint | str:
     if step.name not in groups:
         return _unknown_name_text(step.name, registry, groups)
     if step.config is not None:
-        return (
-            f"{step.name} is a group of methods and takes no config; "
-            f"name one of {', '.join(groups[step.name])}."
-        )
+        names = ", ".join(groups[step.name])
+        return f"{step.name} is a group of methods and takes no config; name one of {names}."
     return MethodConstraint(step.name, groups[step.name])
 
 

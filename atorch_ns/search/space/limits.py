@@ -96,11 +96,8 @@ def select_rows(rows: PricedRows, limit: Limits) -> RowSelection:
             order.setdefault(row)
     best_rows = list(order)[:MAX_FITTING]
     templates = {int(rows.template[row]) for row in fastest}  # combinations that fit somewhere
-    nearest = [
-        row
-        for row in _first_of_each(rows, by_memory[~fits[by_memory]])
-        if int(rows.template[row]) not in templates
-    ]
+    nearest = _first_of_each(rows, by_memory[~fits[by_memory]])
+    nearest = [row for row in nearest if int(rows.template[row]) not in templates]
     num_fitting = int(fits.sum())
     return RowSelection(
         fitting=tuple(best_rows),

@@ -339,10 +339,8 @@ def _can_run(use: AxisUse, pipeline: np.ndarray, micro_batches: np.ndarray, piec
     info = get_schedule("1F1B" if use.pipeline.schedule == "auto" else use.pipeline.schedule)
     stages = use.pipeline.stages_per_rank or info.usual_stages
     pairs = zip(pipeline.tolist(), micro_batches.tolist(), strict=True)
-    return np.asarray(
-        [ranks * stages <= pieces and not info.problem(ranks, count, stages) for ranks, count in pairs],
-        dtype=bool,
-    )
+    can = [ranks * stages <= pieces and not info.problem(ranks, count, stages) for ranks, count in pairs]
+    return np.asarray(can, dtype=bool)
 
 
 def _divides_heads(trace: Trace, sizes: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from atorch_ns.cluster import Cluster
@@ -99,9 +100,7 @@ class _Explorer:
             raise InputError(_nothing_left(templates, choices, constraints))
         limit = memory_limit(context.cluster, context.settings)
         rows, selection = self._price_and_select(templates, choices, limit)
-        baseline = (
-            self._base_plan(constraints) if base is None else context.resolve(base.strategy, check_model=True)
-        )
+        baseline = self._base_plan(constraints) if start is None else context.resolve(start, check_model=True)
         if baseline is not None:
             # A plain strategy that cannot divide the batch is not a baseline.
             parts = baseline.plan.num_data_ranks * baseline.plan.num_micro_batches
@@ -111,7 +110,7 @@ class _Explorer:
         )
         fits = any(candidate.pruned is None for candidate in candidates)
         if not fits and constraints.excluded and base is None:
-            candidates = self._with_hint(candidates, constraints, limit)
+            candidates = self._with_hint(candidates, constraints)
         keys = {candidate.key for candidate in candidates}
         # Duplicates are pruned: they are there for the report.
         candidates += [twin for twin in self._writer.duplicates(templates) if twin.key not in keys]
@@ -128,36 +127,24 @@ class _Explorer:
         is_smallest = settings.objective in ("memory", "batch")
         largest = 1 if is_smallest else limit.num_bytes
 
-        def price_all(max_micro_batches: int) -> PricedRows:
-            return price_rows(
-                templates,
-                choices,
-                context.profile,
-                context.cluster,
-                workload=context.workload,
-                max_micro_batches=max_micro_batches,
-                limit_bytes=largest,
-            )
-
-        rows = price_all(settings.max_micro_batches)
+        price_all = partial(
+            price_rows, templates, choices, context.profile, context.cluster, workload=context.workload
+        )
+        rows = price_all(max_micro_batches=settings.max_micro_batches, limit_bytes=largest)
         if not len(rows):
             raise InputError(self._nothing_divides(templates, choices))
         selection = select_rows(rows, limit)
         is_fixed = "max_micro_batches" in settings.model_fields_set
         if selection.fitting or is_fixed or most <= settings.max_micro_batches:
             return rows, selection
-        rows = price_all(most)  # nothing fits: with as many micro-batches as there can be
+        # Nothing fits: with as many micro-batches as there can be.
+        rows = price_all(max_micro_batches=most, limit_bytes=largest)
         return rows, select_rows(rows, limit)
 
     def _pipeline_notes(self, candidates: list[Candidate]) -> list[str]:
         cuts = {method.name for method in self._context.registry if "axis:pipeline" in method.provides}
-        names = {
-            name
-            for candidate in candidates
-            if candidate.pruned is None
-            for name, _ in candidate.steps
-            if name in cuts
-        }
+        usable = [candidate for candidate in candidates if candidate.pruned is None]
+        names = {name for candidate in usable for name, _ in candidate.steps if name in cuts}
         return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(names)]
 
     def _base_plan(self, constraints: Constraints) -> Resolved | None:
@@ -175,40 +162,26 @@ class _Explorer:
 
     def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
         context = self._context
+        batch, most = context.workload.global_batch, context.settings.max_micro_batches
         divisors = batch_divisors(
-            templates,
-            choices,
-            context.profile,
-            context.workload,
-            max_micro_batches=context.settings.max_micro_batches,
+            templates, choices, context.profile, context.workload, max_micro_batches=most
         )
-        batch = context.workload.global_batch
         below = max(batch // number * number for number in divisors)  # 0 where all are larger than the batch
         above = min((batch // number + 1) * number for number in divisors)
-        near = (
-            f"batch sizes that can be divided are {below} and {above}"
-            if below
-            else f"batch size that can be divided is {above}"
-        )
+        sizes, values = ("sizes", f"are {below} and {above}") if below else ("size", f"is {above}")
         return (
             f"no strategy can divide a global batch of {batch} samples evenly over {context.cluster.world_size} ranks: "
             f"each divides it into {first_few([str(number) for number in divisors], 8)} equal parts, its data-parallel "
-            f"ranks times its micro-batches. The nearest {near}. Change the batch size, the number of ranks or the number "
+            f"ranks times its micro-batches. The nearest batch {sizes} that can be divided {values}. Change the batch size, the number of ranks or the number "
             "of micro-batches."
         )
 
-    def _with_hint(
-        self, candidates: list[Candidate], constraints: Constraints, limit: Limits
-    ) -> list[Candidate]:
+    def _with_hint(self, candidates: list[Candidate], constraints: Constraints) -> list[Candidate]:
         # The nearest miss gets a hint: the excluded method with which it would fit.
-        fitting = [
-            c for c in self.space(constraints.without_exclusions(), None).candidates if c.pruned is None
-        ]
-        nearest = min(
-            (candidate for candidate in candidates if candidate.estimate is not None),
-            key=lambda candidate: candidate.predicted_bytes or 0.0,
-            default=None,
-        )
+        others = self.space(constraints.without_exclusions(), None).candidates
+        fitting = [candidate for candidate in others if candidate.pruned is None]
+        options = [candidate for candidate in candidates if candidate.estimate is not None]
+        nearest = min(options, key=lambda candidate: candidate.predicted_bytes or 0.0, default=None)
         if not fitting or nearest is None or nearest.pruned is None or fitting[0].estimate is None:
             return candidates
         has = {name for name, _ in nearest.steps}
@@ -218,10 +191,7 @@ class _Explorer:
         what = f"{' and '.join(new)} (excluded)" if new else f"the excluded {best.label}"
         hint = f"{what} would reduce it to {bytes_text(best.estimate.peak_bytes)}"
         verdict = replace(nearest.pruned, hint=hint)
-        return [
-            replace(candidate, pruned=verdict) if candidate is nearest else candidate
-            for candidate in candidates
-        ]
+        return [replace(each, pruned=verdict) if each is nearest else each for each in candidates]
 
 
 def _nothing_left(templates: Templates, choices: Choices, constraints: Constraints) -> str:

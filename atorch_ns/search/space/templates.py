@@ -94,18 +94,14 @@ def _method_configs(
         options = [*_base_configs(method, base), *method.options(profile, cluster)]
         if not options and constraints.requires(method.name):
             options = [method.Config()]
+    is_free = user_config is None and base is None and not constraints.requires(method.name)
     usable: list[MethodConfig] = []
     reason = None  # why the last config was left out
     for config in options:
         if constraints.forbids(method.name, config):
             reason = EXCLUDED
             continue
-        if (
-            (method.default_for is not None and config == method.Config())
-            and user_config is None
-            and not constraints.requires(method.name)
-            and base is None
-        ):
+        if is_free and method.default_for is not None and config == method.Config():
             continue  # `resolve` adds it wherever it is needed
         problem = why_not(method, config, cluster, profile)
         if problem is not None:
@@ -118,9 +114,8 @@ def _method_configs(
 def _base_configs(method: Method[Any], base: Strategy | None) -> list[MethodConfig]:
     if base is None:
         return []
-    return [
-        method.Config.model_validate(base[name]) for name in (method.name, *method.aliases) if name in base
-    ]
+    names = (method.name, *method.aliases)
+    return [method.Config.model_validate(base[name]) for name in names if name in base]
 
 
 def axes_of(item: Chosen) -> tuple[str, ...]:
@@ -290,8 +285,7 @@ class _Completion:
         missing = tuple(item for item in self.added if not roles.intersection(item.method.roles(item.config)))
         for item in methods:
             for other in (*self.mesh, *missing):
-                reason = clash(item, other)
-                if reason is not None:
+                if (reason := clash(item, other)) is not None:
                     names = f"{item.method.name} and {other.method.name}"
                     raise StrategyError(f"{names} cannot be combined: {reason}")
         return ordered((*self.mesh, *missing, *methods))

@@ -89,11 +89,9 @@ class CandidateWriter:
         for strategy in past:
             with contextlib.suppress(StrategyError):  # of another version, or no longer allowed
                 entry = self._context.resolve(strategy)
-                if (
-                    key_of(entry.strategy.steps) not in entries
-                    and constraints.violation(entry.chosen) is None
-                ):
-                    entries[key_of(entry.strategy.steps)] = (entry, self._context.estimates([entry])[0])
+                name = key_of(entry.strategy.steps)
+                if name not in entries and constraints.violation(entry.chosen) is None:
+                    entries[name] = (entry, self._context.estimates([entry])[0])
         plain = baseline and _without_sharding(baseline.plan)  # all plain strategies have this plan
         twins = _find_equivalents({name: entry for name, (entry, _) in entries.items()}, key)
         candidates = []
@@ -120,11 +118,8 @@ class CandidateWriter:
         """Candidates that amount to another, for the report."""
         candidates = []
         for resolution, twin in templates.same[:MAX_SAME]:
-            other = resolve(
-                Strategy(steps_of(twin.chosen, twin.group.first)),
-                self._context.cluster,
-                self._context.registry,
-            )
+            strategy = Strategy(steps_of(twin.chosen, twin.group.first))
+            other = resolve(strategy, self._context.cluster, self._context.registry)
             candidates.append(self._same_as(self.candidate(resolution, None), other))
         return candidates
 
@@ -173,51 +168,36 @@ class CandidateWriter:
         ]
 
     def _with_batches(self, candidates: list[Candidate], plans: list[Plan], limit: Limits) -> list[Candidate]:
-        if self._context.settings.objective != "batch" or any(
-            candidate.estimate is None for candidate in candidates
-        ):
+        context, has_prices = self._context, all(each.estimate is not None for each in candidates)
+        if context.settings.objective != "batch" or not has_prices:
             return candidates
         table = PlanTable.of(plans)
         largest = np.zeros(len(table), dtype=np.int64)
         peaks = np.zeros(len(table))
         for power in range(16):  # doubled up to 32,768 times, until nothing fits
-            batch = self._context.workload.global_batch << power
-            prices = price(
-                table,
-                self._context.profile,
-                self._context.cluster,
-                replace(self._context.workload, global_batch=batch),
-            )
+            workload = replace(context.workload, global_batch=context.workload.global_batch << power)
+            prices = price(table, context.profile, context.cluster, workload)
             fits = limit.admit(prices.peak_bytes)
             if power and limit.num_bytes:  # the given batch is tried where it may just fit; others must fit
                 fits = prices.peak_bytes <= limit.num_bytes
-            largest[fits] = batch
+            largest[fits] = workload.global_batch
             peaks[fits] = prices.peak_bytes[fits]
             if not fits.any():
                 break
-        global_batch = self._context.workload.global_batch
+        batch = context.workload.global_batch
         return [
-            replace(
-                candidate, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=global_batch
-            )
+            replace(candidate, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=batch)
             for candidate, size, peak in zip(candidates, largest, peaks, strict=True)
         ]
 
     def _sort_candidates(self, candidates: list[Candidate]) -> list[Candidate]:
         def order(candidate: Candidate) -> tuple[Any, ...]:
-            if candidate.estimate is None:
-                return (candidate.pruned is not None, 0.0, len(candidate.steps), candidate.key)
-            first = {
-                "memory": candidate.estimate.peak_bytes,
-                "batch": -float(candidate.largest_batch or 0),
-            }.get(self._context.settings.objective, candidate.estimate.step_seconds)
-            return (
-                candidate.pruned is not None,
-                first,
-                candidate.estimate.step_seconds,
-                len(candidate.steps),
-                candidate.key,
-            )
+            is_pruned, estimate = candidate.pruned is not None, candidate.estimate
+            if estimate is None:
+                return (is_pruned, 0.0, len(candidate.steps), candidate.key)
+            figures = {"memory": estimate.peak_bytes, "batch": -float(candidate.largest_batch or 0)}
+            first = figures.get(self._context.settings.objective, estimate.step_seconds)
+            return (is_pruned, first, estimate.step_seconds, len(candidate.steps), candidate.key)
 
         return sorted(candidates, key=order)
 

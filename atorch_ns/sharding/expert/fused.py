@@ -134,11 +134,24 @@ class Route:
         """Sends the experts' results ``[P, D]`` back and sums them per token to ``[N, D]``. Collective."""
         mine = results[: len(self.pair_rows)]  # drops the pair of zeros of a rank that received none
         # Results are summed per token before they are sent, so one row per token and rank travels back.
-        rows = mine.new_zeros(sum(self.received_rows), mine.size(1)).index_add(0, self.pair_rows, mine)
+        rows = _RowSums.apply(mine, self.pair_rows, sum(self.received_rows))  # type: ignore[no-untyped-call]
         rows = exchange(rows, self.received_rows, self.sent_rows, self.group)
         # The addition saves its indices for the backward pass. As the last operator to save anything, it
         # makes a recomputation, which stops there, communicate as often as the forward pass on every rank.
-        return rows.new_zeros(self.num_tokens, rows.size(1)).index_add(0, self.row_tokens, rows)
+        return _RowSums.apply(rows, self.row_tokens, self.num_tokens)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RowSums(torch.autograd.Function):
+    """Sums of rows by index. ``index_add`` alone would keep the rows for the backward pass, not their index only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        return rows.new_zeros(number, rows.size(1)).index_add_(0, index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
 
 
 def divide_experts(experts: FoundExperts, mesh: DeviceMesh, *, equal: bool) -> None:

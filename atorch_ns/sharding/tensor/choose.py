@@ -12,6 +12,7 @@ from torch import nn
 from atorch_ns.errors import InputError
 from atorch_ns.profile import ParameterDims
 from atorch_ns.sharding.tensor.divisibility import (
+    UndividedError,
     check_degree,
     check_heads,
     degrees,
@@ -141,21 +142,23 @@ def choose_plan(
     return ChosenPlan(plan, layout, tuple(regions), stream, frozenset(partial), tuple(notes))
 
 
-def find_dims(model: nn.Module, batch: Any, run: Run) -> ParameterDims:
+def find_dims(model: nn.Module, batch: Any, run: Run, *, run_numerics: bool = False) -> ParameterDims:
     """The parameters that a found plan divides. Used for cost estimates, and valid for any degree.
 
     Args:
         model, batch, run: as for :func:`trace_layers`.
+        run_numerics: whether numbers decide too, as in training, not shapes alone.
 
     Raises:
+        InputError: if training refuses the plan.
         Exception: the model's error, as :func:`trace_layers`.
     """
     graph = trace_layers(model, batch, run)
     # The smallest degree stands for all, since what divides by a multiple of it divides by it too.
     degree = next((n for n in degrees(model) if n > 1), 2)
     try:
-        plan = choose_plan(model, degree, graph, source="found", run_numerics=False, undivided="keep")
-    except InputError:  # no layer is divided
+        plan = choose_plan(model, degree, graph, source="found", run_numerics=run_numerics, undivided="keep")
+    except UndividedError:
         return ParameterDims()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     dims: dict[str, int] = {}

@@ -26,6 +26,10 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
 
 
+class UndividedError(InputError):
+    """Tensor parallelism divides no layer of the model."""
+
+
 def misfits(model: nn.Module, layout: Layout, degree: int) -> dict[str, str]:
     """The reasons why layers of the layout cannot be divided by ``degree``, by path."""
     problems: dict[str, str] = {}
@@ -122,7 +126,7 @@ def degrees(model: nn.Module) -> list[int]:
 
 def no_layer_divides(
     model: nn.Module, degree: int, whole_layers: Mapping[str, str], works: Sequence[int]
-) -> InputError:
+) -> UndividedError:
     """The error for a model in which nothing can be divided.
 
     Args:
@@ -131,7 +135,7 @@ def no_layer_divides(
     """
     reasons = first_few([f"{path}: {why}" for path, why in whole_layers.items()], 3, "; ")
     advice = f"Use tensor in {_format_set(works)}, " if works else ""
-    return InputError(
+    return UndividedError(
         f"tensor={degree} divides no layer of {type(model).__name__}{f' ({reasons})' if reasons else ''}. "
         f"{advice or 'Use '}another axis than tensor, or name layers in the plan of tensor_parallel."
     )

@@ -13,8 +13,15 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.blocks import call_hooks, repeated_blocks
-from atorch_ns.capture.nests import resized_batch, samples_and_tokens, tensors_of, unique_tensors_of
+from atorch_ns.capture.nests import (
+    map_tensors,
+    resized_batch,
+    samples_and_tokens,
+    tensors_of,
+    unique_tensors_of,
+)
 from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.real_values import tensor_metadata
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.fake_steps import FakeSteps
@@ -138,7 +145,7 @@ def trace_layers(
 
     Args:
         model: the model, on any device, meta included.
-        batch: a sample batch on the CPU, as ``run`` takes it.
+        batch: a sample batch, on any device, as ``run`` takes it.
         multiple_of: a divisor of the number of tokens, where that is chosen here.
         chains: whether to look for chains of blocks, between which the sequence can stay divided.
         loss: traced for its uses of blocks' values. A loss that fails here is ignored.
@@ -233,7 +240,8 @@ def _with_memory(subject: TracedModel, sizes: tuple[int, int]) -> Iterator[tuple
 
     with random_states_kept():
         torch.manual_seed(_SEED)  # all ranks look at the same values
-        yield copy_structure(subject.model, make, {}), resized_batch(subject.batch, subject.sizes, sizes)
+        batch = map_tensors(torch.Tensor.cpu, subject.batch)
+        yield copy_structure(subject.model, make, {}), resized_batch(batch, subject.sizes, sizes)
 
 
 class _Flow(TorchDispatchMode):
@@ -269,11 +277,13 @@ class _Flow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # asking for the device reads nothing
+            return tensor_metadata(func, args)
         kwargs = dict(kwargs or {})
         inputs = tensors_of((args, tuple(kwargs.values())))
         sources = set().union(*(self.of(tensor) for tensor in inputs))
         # The model's code reads the inputs of an operator outside layers.
-        if not self._active and func.namespace != "prim":  # which asks for the device
+        if not self._active:
             self._graph.read_by_code.update(map(_storage_id, inputs))
             self._alive += [tensor.untyped_storage() for tensor in inputs]
         self.note_reads(inputs)

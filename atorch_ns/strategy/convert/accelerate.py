@@ -76,9 +76,8 @@ def _read_sharding(converter: Converter) -> str:
         elif text not in _SHARDINGS.values():
             raise converter.wrong(key, value, ", ".join([*_SHARDINGS.values(), "true, false"]))
         else:
-            converter.carry(
-                key, f"{value}: nothing is sharded" if text == "NO_SHARD" else f"{value} → {text}"
-            )
+            result = ": nothing is sharded" if text == "NO_SHARD" else f" → {text}"
+            converter.carry(key, f"{value}{result}")
         sharding = text
     if sharding not in ("FULL_SHARD", "NO_SHARD"):  # fsdp's default, and ddp
         converter.use("fsdp", sharding_strategy=sharding)

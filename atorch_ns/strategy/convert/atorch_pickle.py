@@ -50,8 +50,7 @@ class _KnownNamesUnpickler(pickle.Unpickler):
             return f"{module}.{name}"  # a name, which is never resolved
         if module == "torch" and name in _DTYPES:
             return name
-        reason = _no_module_class(module, name)
-        if reason is not None:
+        if (reason := _no_module_class(module, name)) is not None:
             raise pickle.UnpicklingError(
                 f"it refers to {module}.{name}, and {reason}. No ATorch strategy contains this; do not trust this file"
             )
@@ -77,8 +76,7 @@ def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) 
     for each in classes:
         _check_class(each)
     try:
-        content = file_path.read_bytes()
-        value = _KnownNamesUnpickler(content, classes).load()
+        value = _KnownNamesUnpickler(file_path.read_bytes(), classes).load()
         entries = _read_entries(value, str(file_path), classes)
     except OSError as error:
         raise StrategyFileError(f"cannot read {file_path}: {error}", source=str(file_path)) from error
@@ -129,6 +127,5 @@ def _read_entry(item: Any, classes: Collection[str]) -> Any:
         return (state.get("name"), state.get("config"))
     # ATorch pickles each config a second time, inside the list, as bytes.
     if isinstance(item, (list, tuple)) and len(item) >= 2 and isinstance(item[1], bytes):
-        config = _KnownNamesUnpickler(item[1], classes).load() if item[1] else None
-        return (item[0], config)
+        return (item[0], _KnownNamesUnpickler(item[1], classes).load() if item[1] else None)
     return item

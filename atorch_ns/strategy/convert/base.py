@@ -204,10 +204,9 @@ class Converter:
         """The conversion. ``requires`` is the setting from the file."""
         self._leave_the_rest()
         steps = [(name, self._steps[name] or None) for name in _ORDER if name in self._steps]
+        provenance = {"converted_from": f"{self.source} config"}
         return Conversion(
-            strategy=Strategy(
-                steps, requires=requires, provenance={"converted_from": f"{self.source} config"}
-            ),
+            strategy=Strategy(steps, requires=requires, provenance=provenance),
             source=self.source,
             carried=tuple(self._carried),
             left_out=tuple(self._left_out),
@@ -274,8 +273,7 @@ def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int |
         # Named although it is 1: an axis that is added when the job starts stands outside of all others.
         large.setdefault("data", 1)
         converter.carry("the axis data", "takes the ranks that are left; it is fitted when the job starts")
-    axes = [[axis, large[axis]] for axis in _AXIS_ORDER if axis in large]
-    converter.use("parallel_mode", axes=axes)
+    converter.use("parallel_mode", axes=[[axis, large[axis]] for axis in _AXIS_ORDER if axis in large])
 
 
 def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool) -> dict[str, int]:

@@ -61,9 +61,8 @@ def _read_config(converter: Converter, *, processes: int | None = None) -> str:
     _read_offload_devices(converter, method, one_process=processes == 1)
     whole = converter.take("train_batch_size")
     if whole is not None:
-        converter.leave(
-            "train_batch_size", f'an argument of auto_accelerate: dataloader_args={{"batch_size": {whole}}}'
-        )
+        reason = f'an argument of auto_accelerate: dataloader_args={{"batch_size": {whole}}}'
+        converter.leave("train_batch_size", reason)
     read_accumulation(converter, "gradient_accumulation_steps")
     _read_axes(converter, processes)
     _read_compile(converter)
@@ -185,9 +184,8 @@ def read_deepspeed_section(converter: Converter, *, processes: int | None) -> No
     key = f"{_SECTION}zero_stage"
     stage = converter.take(key)
     if stage is None:
-        raise converter.wrong(
-            "deepspeed_config", converter.raw("deepspeed_config"), "zero_stage, or deepspeed_config_file"
-        )
+        section = converter.raw("deepspeed_config")
+        raise converter.wrong("deepspeed_config", section, "zero_stage, or deepspeed_config_file")
     method = _read_stage(converter, stage, key)
     converter.carry("distributed_type", f"DEEPSPEED → the method of the stage, {method}")
     _accelerate_precision(converter)

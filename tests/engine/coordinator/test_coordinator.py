@@ -145,6 +145,20 @@ def test_silence_while_the_coordinator_itself_stood_still_is_nobodys_fault() -> 
     assert coordinator.over is not None
 
 
+def test_ranks_have_their_whole_time_though_the_coordinator_stood_still_in_it() -> None:
+    coordinator, _, clock = make(join_timeout_s=60.0)
+    coordinator.join(0)
+    clock.pass_(600.0, coordinator.tick, step=600.0)
+    assert coordinator.over is None, "to join"
+    coordinator.join(1)
+    task = task_of(coordinator, 0)
+    clock.pass_(600.0, coordinator.tick, step=600.0)
+    assert coordinator.heartbeat(0).cancel == (), "to report a trial"
+    coordinator.report(report(task.id, 0, "raised", reason="bad"))
+    clock.pass_(600.0, coordinator.tick, step=600.0)
+    assert coordinator.over is None, "to end a cancelled trial"
+
+
 def test_a_goodbye_with_an_error_ends_the_search_everywhere() -> None:
     coordinator, _, _ = joined()
     coordinator.leave(1, "ValueError: no data")

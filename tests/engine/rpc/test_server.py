@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,7 +23,7 @@ from atorch_ns.engine.coordinator.coordinator import Coordinator
 from atorch_ns.engine.coordinator.events import event_from_json, event_to_json
 from atorch_ns.engine.proto import coordinator_pb2 as pb
 from atorch_ns.engine.rpc.auth import Tls, bearer, new_token
-from atorch_ns.engine.rpc.channel import CoordinatorChannel
+from atorch_ns.engine.rpc.channel import CoordinatorChannel, UnreachableError
 from atorch_ns.engine.rpc.client import CoordinatorClient
 from atorch_ns.engine.rpc.meeting import run_agent
 from atorch_ns.engine.rpc.server import CoordinatorServer, tls_files
@@ -30,7 +31,7 @@ from atorch_ns.engine.rpc.servicer import SERVICE
 from atorch_ns.errors import CoordinatorError, InputError, RankError
 from atorch_ns.search import Ended, Event, SearchNote, SearchOutcome, TrialEnded, TrialStarted, TrialTask
 from atorch_ns.testing import run_ranks
-from tests.engine.fake_search import FakeSearch, FakeWorker, InThread, report, until_cancelled
+from tests.engine.fake_search import FakeClock, FakeSearch, FakeWorker, InThread, report, until_cancelled
 
 TOKEN = new_token()
 Behaviour = Callable[[TrialTask, Callable[[], bool]], RankReport]
@@ -311,6 +312,53 @@ def test_one_that_was_there_is_looked_for_longer_with_a_note(monkeypatch: pytest
     ]
     assert len(told) == 1
     assert told[0].endswith("it is looked for until 10 s have passed")
+
+
+def test_silence_while_this_process_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, channel = FakeClock(), CoordinatorChannel("127.0.0.1:1", TOKEN)
+    monkeypatch.setattr("atorch_ns.engine.rpc.channel.time", SimpleNamespace(monotonic=clock))
+    durations = iter([600.0, 5.0, 1.0, 15.0])
+
+    def call(name: str, request: object, *, timeout_s: float) -> str:
+        clock.now += next(durations)
+        if clock.now < 706.0:
+            raise UnreachableError("deadline exceeded", connected=True)
+        return "answer"
+
+    monkeypatch.setattr(channel, "call", call)
+    assert channel.insist("Join", None, timeout_s=5.0, within_s=8.0) == "answer"
+    clock.now = 100.0
+    with pytest.raises(UnreachableError, match="has not answered for 15 s"):
+        channel.insist("NextTask", None, timeout_s=15.0, within_s=8.0)
+    channel.close()
+
+
+def test_a_beat_without_answer_ends_a_trial_only_while_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with CoordinatorServer(Coordinator(FakeSearch(), 2), token=TOKEN) as server:
+        mine = client(server, 0, reconnect_s=1.0)
+        beat, num_beats = mine._call_heartbeat, 0
+
+        def send(caller: pb.Caller) -> Any:
+            nonlocal num_beats
+            num_beats += 1
+            if num_beats == 1:
+                time.sleep(1.5)  # as where this process is suspended
+            if num_beats == 1 or 5 < num_beats < 15:
+                raise UnreachableError("deadline exceeded")
+            return beat(caller)
+
+        monkeypatch.setattr(mine, "_call_heartbeat", send)
+        mine.join()
+        was_ended = []
+        while num_beats < 18:
+            was_ended.append((num_beats, mine.cancelled(1)))
+            time.sleep(0.01)
+        mine.leave()
+        mine.close()
+    assert {number for number, is_ended in was_ended if is_ended} <= set(range(5, 16))
+    assert (14, True) in was_ended
 
 
 def test_a_taken_port_is_said() -> None:

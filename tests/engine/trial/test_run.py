@@ -6,11 +6,14 @@ import random
 import statistics
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch_ns.engine.trial.run import decide, half_width
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.trial.run import _max_over_ranks, decide, half_width
 from atorch_ns.search import StopRule
+from atorch_ns.testing.workers import run_ranks
 
 TIMES = st.lists(st.floats(1e-4, 10.0), max_size=30)
 
@@ -81,3 +84,17 @@ def test_the_interval_is_students(count: int, quantile: float) -> None:
     error = 1.2533 * 1.4826 * mad / count**0.5
     if error:
         assert half_width(times, 0.95) / error == pytest.approx(quantile, rel=0.01)
+
+
+def _maxima_without_gloo() -> list[float]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", refuse)
+        cluster = Cluster.detect()
+        return _max_over_ranks([float(cluster.rank), -float(cluster.rank)], cluster)
+
+
+def test_ranks_agree_on_maxima_without_a_tensor_that_a_group_of_nccl_cannot_reduce() -> None:
+    assert run_ranks(_maxima_without_gloo, 2) == [[1.0, 0.0]] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atorch_ns.estimate.memory.shards import Parameters, flat_share, row_share, whole_share
+from atorch_ns.sharding import unit_dim
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=8)
 
@@ -16,6 +19,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=
 def _parameters(shapes: list[list[int]], copies: int = 1) -> Parameters:
     num = len(shapes)
     return Parameters(
+        shapes=tuple(map(tuple, shapes)),
         elements=np.asarray([int(np.prod(shape)) for shape in shapes]),
         rows=np.asarray([shape[0] if shape else 0 for shape in shapes]),
         itemsize=np.full(num, 4),
@@ -31,11 +35,33 @@ def _parameters(shapes: list[list[int]], copies: int = 1) -> Parameters:
     )
 
 
-@given(SHAPES, st.integers(1, 8))
-def test_rows_are_torchs_chunks(shapes: list[list[int]], num_ranks: int) -> None:
-    share = row_share(_parameters(shapes), np.asarray([num_ranks]))
-    first = [torch.chunk(torch.empty(shape), num_ranks)[0].numel() for shape in shapes]
-    assert share.stored[0].tolist() == first
+@given(SHAPES, st.integers(1, 8), st.booleans())
+def test_units_hold_torchs_chunks(shapes: list[list[int]], num_ranks: int, are_experts: bool) -> None:
+    parameters = replace(_parameters(shapes), is_expert=np.full(len(shapes), are_experts))
+    share = row_share(parameters, np.asarray([num_ranks]))
+    dims = [int(unit_dim(shape, num_ranks, is_divided=are_experts)) for shape in shapes]
+    parts = [torch.chunk(torch.empty(s), num_ranks, dim) for s, dim in zip(shapes, dims, strict=True)]
+    assert share.stored[0].tolist() == [chunks[0].numel() for chunks in parts]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_ranks", "are_experts", "dim"),
+    [
+        ([8, 14, 32], 8, False, 0),  # each rank has a row
+        ([8, 14, 32], 9, False, 0),  # nothing divides
+        ([8, 14, 32], 32, False, 2),  # rows would leave ranks with nothing
+        ([8, 14, 32], 2, True, 1),  # an axis of experts has divided the rows
+        ([8, 15], 2, True, 0),
+    ],
+)
+def test_the_dim_of_a_unit(shape: list[int], num_ranks: int, are_experts: bool, dim: int) -> None:
+    assert unit_dim(shape, num_ranks, is_divided=are_experts) == dim
+
+
+def test_torch_takes_the_rows_of_what_the_tensor_axis_has_divided() -> None:
+    """A part of 2 x 16 elements of 2 x 32 stays on the first two of four ranks."""
+    part = replace(_parameters([[2, 32]]), elements=np.asarray([[32]]), rows=np.asarray([[2]]))
+    assert row_share(part, np.asarray([4])).stored.tolist() == [[16]]
 
 
 def test_a_number_is_kept_by_all() -> None:

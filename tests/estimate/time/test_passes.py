@@ -182,6 +182,12 @@ def test_attention_has_the_rate_of_its_kernel() -> None:
             _phase_seconds(device, flops=flops, **more) for more in ({}, {"attention": flops})
         )
         assert attention / products == pytest.approx(expected), device
+    # Its own rate at 2048 tokens, along H100's curve over lengths and masks.
+    for device, rate in (
+        ("RTX-4090, FlashAttention-2", 169.3),
+        ("A6000, FlashAttention-2", 114.1 * 362 / 370),
+    ):
+        assert _phase_seconds(device, flops=flops, attention=flops) == pytest.approx(362 / 319 / rate), device
     assert _phase_seconds("L4", flops=flops, attention=flops) == _phase_seconds("L4", flops=flops)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -16,6 +17,7 @@ from atorch_ns.engine.trial.report import CollectiveCount
 from atorch_ns.estimate import Workload
 from atorch_ns.estimate.model_shard import bucket_sizes
 from atorch_ns.estimate.time.predicted_collectives import collectives
+from atorch_ns.estimate.time.traffic import words_of
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import ParameterSpec, Profile, Segment, Trace, profile_model
 from atorch_ns.sharding import find_dims
@@ -58,7 +60,7 @@ def _mesh(**sizes: int) -> tuple[str, Any]:
 
 PARTS: tuple[tuple[Any, ...], ...] = (
     (_mesh(tensor=2),),
-    (_mesh(tensor=2), "checkpoint", _PASSES),
+    (_mesh(tensor=2), ("tensor_parallel", {"parallel_loss": False}), "checkpoint", _PASSES),
     (_mesh(tensor=2), ("amp_native", "fp16")),
     (_mesh(pipeline=2), ("gradient_accumulation", 4)),
     (_mesh(pipeline=2), ("half", "bf16"), _PASSES, ("pipeline_parallel", {"schedule": "Interleaved1F1B"})),
@@ -147,6 +149,31 @@ def _stack(num_blocks: int, num_elements: int) -> Trace:
     weight = ParameterSpec(name="weight", shape=(num_elements,), dtype="float32")
     paths = tuple(f"blocks.{number}" for number in range(num_blocks))
     return Trace(segments=(Segment(name=paths[0], paths=paths, parameters=(weight,)),), num_samples=1)
+
+
+class Plain(nn.Module):
+    """Tokens to logits without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first = nn.Embedding(32, 16), nn.Linear(16, 64)
+        self.second, self.head = nn.Linear(64, 16), nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.second(self.first(self.embedding(tokens)).relu()))
+        return out
+
+
+def test_the_vocabulary_is_that_of_embedding_and_head() -> None:
+    """Not the widest layer."""
+    profile = profile_model(
+        Plain(), torch.zeros(4, 8, dtype=torch.int64), lambda model, batch: model(batch).sum(), find_dims
+    )
+    assert profile.trace is not None
+    (segment,) = profile.trace.segments
+    assert [spec.name for spec in words_of(segment)] == ["embedding.weight", "head.weight"]
+    predicted = _predicted(profile, [_mesh(tensor=2), ("tensor_parallel", {"parallel_loss": False})], 2)
+    assert predicted["all_gather"] == (1, GLOBAL_BATCH * 8 * 32 * 4)
 
 
 def test_a_bucket_is_closed_by_the_gradient_that_fills_it() -> None:

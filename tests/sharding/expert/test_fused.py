@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.sharding import divide_experts, find_experts, why_not_dividable
+from atorch_ns.sharding.expert.fused import _RowSums
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.workers import run_ranks
 
@@ -160,6 +161,19 @@ def _divided(kind: str) -> tuple[Any, dict[str, Tensor], dict[str, int]]:
         name: p.to_local().untyped_storage().nbytes() for name, p in module.named_parameters() if p.dim() > 1
     }
     return mine, {name: _whole(parameter) for name, parameter in module.named_parameters()}, stored
+
+
+def test_sums_of_results_keep_no_results() -> None:
+    rows, index = torch.randn(5, WIDTH, requires_grad=True), torch.tensor([0, 2, 2, 1, 0])
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        sums = _RowSums.apply(rows, index, 4)
+    assert [tensor.dtype for tensor in kept] == [torch.int64]
+    whole = rows.new_zeros(4, WIDTH).index_add(0, index, rows)
+    torch.testing.assert_close(sums, whole)
+    weights = torch.randn_like(sums)
+    (mine,), (theirs,) = (torch.autograd.grad((each * weights).sum(), [rows]) for each in (sums, whole))
+    torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from atorch_ns.data import call_model
-from atorch_ns.profile import ParameterDims, profile_model
+from atorch_ns.profile import Divide, ParameterDims, profile_model
 from atorch_ns.profile.record.steps import ForwardLoss
-from atorch_ns.sharding import choose_plan, find_dims, parameter_dims, trace_layers
+from atorch_ns.sharding import find_dims
 from atorch_ns.testing.models import get_case
 from tests.sharding.tensor.test_regions import BackToWidth, SizeByHeads
-from tests.sharding.tensor_models import ATTENTIONS, Between, NormOverHeads, make, tokens
+from tests.sharding.tensor_models import ATTENTIONS, Between, Decoder, NormOverHeads, WithNorms, make, tokens
 from tests.sharding.width_models import ScaledByWidth
 
 Dims = dict[str, int]
@@ -56,18 +56,9 @@ def priced(model: nn.Module, batch: Any, loss: ForwardLoss) -> Dims:
     return dims
 
 
-def divided(model: nn.Module, batch: Any, forward: Run, *, by_numbers: bool = False) -> Dims:
-    """The dims of the plan that runs on two ranks, by shapes or by numbers."""
-    graph = trace_layers(model, batch, forward)
-    chosen = choose_plan(model, 2, graph, source="found", run_numerics=by_numbers, undivided="keep")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {}
-    for path, layer in chosen.layout.layers.items():
-        own = dict(model.get_submodule(path).named_parameters())
-        for name, (dim, _) in parameter_dims(model.get_submodule(path), layer).items():
-            if name in own:
-                found[names[id(own[name])]] = dim
-    return found
+def divided(model: nn.Module, batch: Any, forward: Run) -> Dims:
+    """The dims of the plan that runs, which numbers decide too."""
+    return dict(find_dims(model, batch, forward, run_numerics=True).dims)
 
 
 class TwoOutputs(nn.Module):
@@ -153,19 +144,49 @@ def test_outputs_that_the_loss_does_not_read() -> None:
     assert priced(model, torch.randn(2, 8), lambda model, batch: model(batch)[0].square().mean()) == dims
 
 
-def test_a_model_that_cannot_be_followed() -> None:
-    def fail(*_: object) -> ParameterDims:
-        raise ValueError("no way to follow it")
+class GateOutside(Decoder):
+    """Uses a block's gate outside the block as well, whose gradient ranks cannot sum."""
 
-    trace = profile_model(make(), tokens(), _loss, fail, precisions=["float32"]).trace
+    def __init__(self) -> None:
+        super().__init__(WithNorms)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(tokens) * self.blocks[0].attention.gate.sum()  # type: ignore[union-attr]
+        return out
+
+
+def _fail(*_: object) -> ParameterDims:
+    raise ValueError("no way to follow it")
+
+
+@pytest.mark.parametrize(
+    ("model", "divide", "reason"),
+    [
+        (make(), _fail, "ValueError: no way to follow it"),
+        (make(), lambda *_: ParameterDims({"nowhere": 0}), "KeyError: 'nowhere'"),
+        (
+            GateOutside(),
+            find_dims,
+            "InputError: tensor_parallel cannot sum the gradient of blocks.0.attention.gate",
+        ),
+    ],
+    ids=["the model fails", "a name is unknown", "training refuses it"],
+)
+def test_a_division_that_cannot_be_followed(
+    model: nn.Module, divide: Divide, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", "atorch_ns.profile"):
+        trace = profile_model(model, tokens(), _loss, divide, precisions=["float32"]).trace
     assert trace is not None
-    assert trace.notes[0] == "Tensor parallelism is taken to divide nothing: ValueError: no way to follow it."
+    assert trace.how == "fake"
+    assert trace.notes[0].startswith(f"Tensor parallelism is taken to divide nothing: {reason}")
+    assert "Traceback" in caplog.text
     assert not any(segment.num_columns or segment.num_rows for segment in trace.segments)
 
 
 def test_what_only_numbers_show_is_priced_as_divided() -> None:
     for attention in BY_NUMBERS:
-        dims = divided(make(attention), tokens(), _forward, by_numbers=True)
+        dims = divided(make(attention), tokens(), _forward)
         found = priced(make(attention), tokens(), _loss)
         assert dims.items() < found.items(), attention
         assert all(name.startswith(ATTENTION) for name in found.keys() - dims.keys()), attention

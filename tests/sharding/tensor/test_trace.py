@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from atorch_ns.profile.record.steps import TracedModel
 from atorch_ns.sharding import LayerGraph, trace_layers
+from atorch_ns.sharding.tensor.trace import ways_to_run
+from atorch_ns.torch_compat import fake_tensor_mode
 from tests.sharding.tensor_models import WIDTH, make, tokens
 
 
@@ -55,6 +58,15 @@ def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = make()
     assert graph_of(model, tokens()).nodes.keys() == graph_of(make(), tokens()).nodes.keys()
+
+
+def test_a_batch_of_another_device_follows_the_copy() -> None:
+    run_with_memory, sizes = ways_to_run((4, 8))[-1]
+    with fake_tensor_mode():
+        batch = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
+        subject = TracedModel(make(), batch, lambda module, data: module(data), sizes, sizes)
+        with run_with_memory(subject, sizes) as (copy, small):
+            assert small.device == copy.embed.weight.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("is_read", [False, True])
