@@ -72,6 +72,7 @@ def test_a_quota_of_cores(
 ) -> None:
     monkeypatch.setattr(system, "_CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
@@ -79,6 +80,15 @@ def test_a_quota_of_cores(
     cores = 8 if quota is None else max(1, int(quota))
     assert num_usable_cores() == cores
     assert cpu_device(2).flops_of("float32") == max(1, cores / 2) * cpu_device(cores).flops_of("float32")
+
+
+def test_a_pinned_rank_has_its_share_of_cores_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    rates = []
+    for cores in (8, 4):  # free, and pinned to the share of two ranks
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        rates.append(cpu_device(2).flops_of("float32"))
+    assert rates[0] == rates[1]
 
 
 def test_a_group_that_is_gone_is_no_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from atorch_ns.cluster.devices import DEVICES, device_named
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
 from atorch_ns.cluster.kernels import SourcedFigure
 from atorch_ns.errors import BackendError, InputError
-from atorch_ns.system import cgroup_files, num_usable_cores, table_rows
+from atorch_ns.system import cgroup_cores, cgroup_files, num_usable_cores, table_rows
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,7 +46,9 @@ def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
         num_ranks: ranks on the machine.
         memory_bytes: memory of one rank; ``None`` for its share of :func:`machine_memory_bytes`.
     """
-    cores = max(1.0, num_usable_cores() / num_ranks)
+    # A pinned rank may use its own share alone, which is not divided again.
+    machine = min(os.cpu_count() or 1, cgroup_cores() or math.inf)
+    cores = max(1.0, min(num_usable_cores(), machine / num_ranks))
     rates = {name: figure.value * cores for name, figure in CPU_FIGURES.items() if name != "launch_s"}
     return Device(
         name="cpu",

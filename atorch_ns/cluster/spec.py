@@ -153,7 +153,10 @@ def _find_link(text: str) -> tuple[str, float] | None:
     """Name of a link in the table, and the oversubscription of its spine that the text gives."""
     if match := _LINK.match(text.strip()):
         for name, sheet in LINKS.items():
-            if match["link"].lower() in (name, *sheet.aliases):
+            has_spine = match["link"] != text.strip()  # or rails, between nodes alone
+            if match["link"].lower() in (name, *sheet.aliases) and not (
+                has_spine and sheet.level == "within"
+            ):
                 return name, float(match["spine"] or 1)
     return None
 
@@ -425,7 +428,7 @@ def _read_hardware(
         if sheet and 0 < sheet.most_per_node < per_node:
             problems.append(
                 f"{per_node} {device.name} are more than the {sheet.most_per_node} that NVLink joins in a rack: name racks "
-                f"as nodes, such as '64x{device.name}, {math.ceil(per_node * nodes / 64)} nodes, ib400'."
+                f"as nodes, for example '64x{device.name}, {math.ceil(per_node * nodes / 64)} nodes, ib400'."
             )
     if nodes > 1 and "between_nodes" not in values and device.type != "cpu":
         problems.append(f"{nodes} nodes need the link between them: name one, such as ib400 or eth100.")

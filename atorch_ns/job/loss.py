@@ -353,7 +353,9 @@ class LossCheck:
         @functools.wraps(loss_func)
         def test_loss(batch: Any, output: Any) -> Any:
             value, law = loss_func(batch, output), self.law
-            if law is None and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # an evaluation
+                law = ""
+            if law is None:
                 self._num_calls += 1
                 law = "mean" if is_power_of_ten(self._num_calls) else ""
             if law and (self._gathers or not self.finding) and tensors_of(batch):
@@ -364,13 +366,16 @@ class LossCheck:
         return test_loss
 
     def _test_law(self, law: Reduction, loss_func: LossFunction, data: Any, whole: torch.Tensor) -> None:
+        if any(type(tensor) is not torch.Tensor for tensor in tensors_of(data[1])):
+            return  # divided, on all ranks: parts of outputs would be whole tensors
         if self._gathers:
             data = _without_graph(data)
         parts, value = _parts_to_test(*data), float(whole.detach())
         if not parts and not self._gathers:
             return
         # Where a call may gather, ranks make equally many, whatever their batches.
-        calls = [data] * (1 + _MOST_PARTS - len(parts) if self._gathers else 1) + parts
+        padding = [(parts or [data])[0]] * (_MOST_PARTS - len(parts) if self._gathers else 0)
+        calls = [data, *padding, *parts]
         losses: list[float] = []
         handle = register_module_forward_pre_hook(_refuse_pass)
         for call in calls:
@@ -404,10 +409,8 @@ def _parts_to_test(batch: Any, output: Any) -> list[Any]:
     """Equal parts of a batch and its outputs. None of a single row, or where losses of parts prove nothing."""
     sizes = batch_sizes((batch, output))
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-    # Parts of divided outputs would be whole tensors, and non-finite outputs prove nothing.
-    if len(sizes) != 1 or not floats or any(type(tensor) is not torch.Tensor for tensor in floats):
-        return []
-    if not all(bool(tensor.isfinite().all()) for tensor in floats):
+    # Non-finite outputs prove nothing.
+    if len(sizes) != 1 or not floats or not all(bool(tensor.isfinite().all()) for tensor in floats):
         return []
     (size,) = sizes
     num = max(n for n in range(1, _MOST_PARTS + 1) if size % n == 0)

@@ -232,8 +232,9 @@ class GradientReducer:
         if torch.is_grad_enabled() and not is_transformed():
             # Each rank keeps its share of a summed gradient for the next sum.
             if self._sums and self.synchronised:
-                for bucket in self._buckets:
-                    bucket.gradients.data.div_(self._group.size())
+                for parameter in self._places:  # whose gradient is outside of its bucket once it is in fp32
+                    if parameter.grad is not None:
+                        local_part(parameter.grad).data.div_(self._group.size())
             self.synchronised = False
             self._local = True
             # Here, so that a rank whose loss reaches no parameter takes part in the reduction.

@@ -133,7 +133,7 @@ class SamePlace:
         is_repeated = self._calls[self._num_updates][-1:] == [call]
         if not is_repeated and (self._meetings[call] < _FEW_MEETINGS or distance >= _FEW_UPDATES):
             self.meet(call, self._evaluating)
-        else:
+        elif not is_repeated:
             self._add_call(call)
 
     def meet(self, call: str, ranks: Sequence[int] = ()) -> None:

@@ -114,7 +114,7 @@ class Profile:
         return sorted(names)
 
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the form of a profile's JSON; another is refused."""
 
 _T = TypeVar("_T")

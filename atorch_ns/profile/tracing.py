@@ -142,6 +142,7 @@ class TraceFallbacks:
         subject, key = self._subject, tuple(containers)
         try:
             if key not in self._dims:  # names do not depend on sizes or precisions
+                self._dims[key] = ParameterDims()  # where the search fails, it is not repeated
                 model = copy_structure(subject.model, lambda _, tensor: tensor.detach(), containers)
                 self._dims[key] = self._divide(model, subject.batch, call_alone(subject.forward_loss))
             dims = self._dims[key]
@@ -165,6 +166,8 @@ class TraceFallbacks:
         if count == 1:
             return (tokens,)
         # Shorter ones, since no model runs more tokens than the user gave it. Few tokens have no quarter.
+        if tokens < 4:  # one token is no sequence
+            return (tokens, tokens + 1, tokens + 2)
         return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens - 1, tokens - 2)
 
     def _trace_real_steps(self, reason: Exception) -> Traced:

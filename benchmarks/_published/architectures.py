@@ -43,7 +43,7 @@ def words(cells: Mapping[str, str]) -> str:
     """The model in words."""
     names = {"gpt": "GPT-2", "llama": "Llama", "hf-llama": "Llama"}
     adapters = _ADAPTERS.search(cells["notes"])
-    with_adapters = f" with adapters of rank {adapters[1]}" if adapters else ""
+    with_adapters = f" with adapters of rank {adapters[1]} ({adapters[2]})" if adapters else ""
     kind = names.get(cells["arch"], cells["arch"])
     return f"{kind}, {cells['layers']} blocks, width {cells['hidden']}, {cells['seq']} tokens{with_adapters}"
 

@@ -157,8 +157,8 @@ class ShardsBetweenPasses:
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         output = None
-        self._begin_pass(self.units, self._method)
         try:
+            self._begin_pass(self.units, self._method)
             output, names = getattr(self._root, _RUN)(self._find_writes, method, args, kwargs)
         finally:
             self._end_pass(self.units, self._root, None, output)

@@ -73,6 +73,7 @@ def test_all_mistakes_are_told_together_with_near_misses() -> None:
         ("nowhere.yaml", "cannot be read"),
         ("8xH100-80GB + 8xA100-80GB, ib400", "several kinds of nodes.*name the slowest kind for all"),
         ("256xGB200", "more than the 72 that NVLink joins.*'64xGB200, 4 nodes, ib400'"),
+        ("8xH100, nvlink4 spine 3:1", "'nvlink4 spine 3:1' is not a device, link"),
         ("8xH100, ib400, spine 2:1", "'spine 2:1' is not a device, link.*behind its link: 'ib400 spine 2:1'"),
     ],
 )

@@ -186,7 +186,13 @@ def _written_out(
     return (query @ key.mT + mask).softmax(-1) @ value
 
 
-@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, fused(_written_out)])
+def _by_name(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    empty = torch.zeros(0, requires_grad=True)  # also trained, and without elements
+    kernel = fused(lambda query, key, value, **_: _written_out(query, key, value, is_causal=True))
+    return kernel(value=value, key=key, query=query, empty=empty, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, fused(_written_out), _by_name])
 def test_gpus_attend_by_one_operator_where_the_cpu_has_none(attend: Callable[..., torch.Tensor]) -> None:
     model, batch, key = Latent(attend), torch.randn(4, 64, 16), "float32/bfloat16"
     (here,), (there,) = (

@@ -136,10 +136,10 @@ class UnitBytes:
             total = total + self.gathered[index] * np.where(self.stays, count, upto)
         return total
 
-    def last_buffer(self, s: int) -> np.ndarray:
-        """[R] bytes of the buffer that the last unit of a block is gathered into."""
-        block, *inside = (layer.buffer[s] for layer in self.layers)
-        return np.asarray(np.where(inside[0] > 0, inside[0], block)) if inside else block
+    def last_copies(self, s: int) -> np.ndarray:
+        """[R] bytes of the buffer that the last unit of a block is gathered into, and of further copies."""
+        block, *inside = (layer.buffer[s] + layer.further_copies[s] for layer in self.layers)
+        return np.asarray(np.where(self.layers[-1].buffer[s] > 0, inside[0], block)) if inside else block
 
     def reducing(self, s: int, j: Place) -> np.ndarray:
         """[R] gradients that the unit which ran backward before is reducing."""
@@ -215,8 +215,7 @@ def _unit_backward(
     present = sizes.kept_gathered(s, j) if keeps else sizes.gathered[s]
     ahead = _prefetched_bytes(kind, sizes, s, j)
     if not keeps:  # its own gather
-        copies = sizes.last_buffer(s) + sizes.layers[-1].further_copies[s]
-        yield Moment(name, gradients, acts.entering_backward(s, j), base + present + copies)
+        yield Moment(name, gradients, acts.entering_backward(s, j), base + present + sizes.last_copies(s))
     fetch = ahead * (1 + kind.is_cpu)  # the next unit's gather starts before this one computes
     yield Moment(name, gradients, acts.entering_backward(s, j), base + present + fetch)
     yield Moment(name, gradients, acts.backward(s, j, "keeping"), base + present + ahead)

@@ -121,7 +121,19 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             gradient, master.grad = master.grad, None
             if gradient is None or self._versions.get(gradient) != gradient._version:
-                _set_gradient(parameter, gradient if gradient is None else gradient.to(parameter.device))
+                dtype = parameter.dtype if self._on_host else None
+                _set_gradient(
+                    parameter, gradient if gradient is None else gradient.to(parameter.device, dtype)
+                )
+
+    @torch.no_grad()
+    def narrow_gradients(self) -> None:
+        """Gives gradients the parameters' dtype again, as backward passes and copies of the model expect."""
+        for parameter in self._masters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype)
 
     @torch.no_grad()
     def take_writes(self) -> None:
@@ -501,6 +513,8 @@ class StepOptimizer(torch.optim.Optimizer):
     def _forget_gradients(self) -> None:
         self._is_prepared = self._overflow = self._is_mixed = self._is_late = False
         self._scaled_versions = {}
+        if self.masters is not None:
+            self.masters.narrow_gradients()
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]

@@ -172,8 +172,8 @@ class _Explorer:
         return (
             f"no strategy can divide a global batch of {batch} samples evenly over {context.cluster.world_size} ranks: "
             f"each divides it into {first_few([str(number) for number in divisors], 8)} equal parts, its data-parallel "
-            f"ranks times its micro-batches. The nearest batch {sizes} that can be divided {values}. Change the batch size, the number of ranks or the number "
-            "of micro-batches."
+            f"ranks times its micro-batches. The nearest batch {sizes} that can be divided {values}. Change the "
+            "batch size, the number of ranks or the number of micro-batches."
         )
 
     def _with_hint(self, candidates: list[Candidate], constraints: Constraints) -> list[Candidate]:
