@@ -33,7 +33,7 @@ LINES = {
     "checkpoint": 1_910,  # to be 1_900
     "apply": 285,
     "method": 695,
-    "job": 6_111,  # to be 3_100
+    "job": 6_104,  # to be 3_100
     "operators": 4_712,  # to be 4_050
     "pipeline": 4_394,  # to be 4_100
     "sharding": 7_846,  # to be 6_200
@@ -52,7 +52,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 80_738
+MOST_LINES = 80_731
 GENERATED = "coordinator_pb2.py"
 
 

@@ -208,8 +208,8 @@ def fused(
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments  # in the function's order
         query, key, value, *others = _pytree.tree_leaves(list(arguments.values()))
         # What else is trained, such as sinks, has its gradient as a bias of no size.
-        trained = (x for x in others if isinstance(x, torch.Tensor) and x.requires_grad and x.numel())
-        biases = [x[(0,) * x.dim()] for x in trained]
+        learning = (x for x in others if isinstance(x, torch.Tensor) and x.requires_grad and x.numel())
+        biases = [x[(0,) * x.dim()] for x in learning]
         bias = functools.reduce(torch.add, biases) if biases else None
         keys = key[..., :window, :], value[..., :window, :]  # as many pairs as the window has
         return _run_kernel(query, *keys, attn_mask=bias, is_causal=kwargs.get("is_causal", is_causal))

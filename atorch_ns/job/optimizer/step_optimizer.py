@@ -121,19 +121,13 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             gradient, master.grad = master.grad, None
             if gradient is None or self._versions.get(gradient) != gradient._version:
-                dtype = parameter.dtype if self._on_host else None
-                _set_gradient(
-                    parameter, gradient if gradient is None else gradient.to(parameter.device, dtype)
-                )
+                _set_gradient(parameter, gradient, parameter.dtype if self._on_host else None)
 
     @torch.no_grad()
     def narrow_gradients(self) -> None:
         """Gives gradients the parameters' dtype again, as backward passes and copies of the model expect."""
         for parameter in self._masters:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = parameter.dtype
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.dtype)
+            _set_gradient(parameter, parameter.grad, parameter.dtype)
 
     @torch.no_grad()
     def take_writes(self) -> None:
@@ -175,9 +169,9 @@ _NUM_LOOKS: Final = 3
 """Updates before which all parameters are compared with masters. A loop's repeated writes show by then."""
 
 
-def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    parameter.grad_dtype = None  # any: fp32 of 16 bits
-    parameter.grad = gradient
+def _set_gradient(parameter: Any, gradient: Any, dtype: torch.dtype | None = None) -> None:
+    parameter.grad, parameter.grad_dtype = None, dtype  # None: any, as fp32 of 16 bits
+    parameter.grad = None if gradient is None else gradient.to(parameter.device, dtype)
 
 
 def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
@@ -188,8 +182,7 @@ _Map = Callable[[Any], Any]
 
 
 class StateView(MutableMapping[Any, Any]):
-    """Optimizer states by the user's parameters. ``find`` returns the updated tensor, or raises; ``show``
-    returns the parameter of an updated tensor."""
+    """Optimizer states by the user's parameters. ``find`` gives the updated tensor, and ``show`` its parameter."""
 
     def __init__(self, states: MutableMapping[Any, Any], find: _Map, show: _Map = lambda key: key) -> None:
         self._states, self._find, self._show = states, find, show
