@@ -35,7 +35,9 @@ def test_small_updates_reach_16_bits_through_their_masters() -> None:
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         assert weight.grad.tolist() == [1.0, 1.0], "it stays until it is cleared"
-        assert weight.grad.dtype == weight.grad_dtype == weight.dtype, "backward passes and copies go on in 16 bits"
+        assert weight.grad.dtype == weight.grad_dtype == weight.dtype, (
+            "backward passes and copies go on in 16 bits"
+        )
         optimizer.zero_grad()
     assert float(masters.master_of(weight)[0]) == 1.0 - 4 * 2.0**-10
     assert float(weight[0]) == 1.0 - 2.0**-8, "the sum of what would each be lost"
