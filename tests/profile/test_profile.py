@@ -27,7 +27,7 @@ def test_round_trip(profile: Profile) -> None:
         again = Profile.from_json(text)
         assert again == own
         assert again.to_json() == text
-        assert json.loads(text)["schema"] == 2
+        assert json.loads(text)["schema"] == 3
 
 
 def test_a_profile_without_a_later_field(profile: Profile) -> None:
@@ -43,7 +43,7 @@ def test_a_profile_without_a_later_field(profile: Profile) -> None:
         ("{", "not JSON"),
         ("[1]", "an object with a 'schema'"),
         ('{"schema": 1}', "schema 1"),
-        ('{"schema": 2}', "model_class"),
+        ('{"schema": 3}', "model_class"),
     ],
 )
 def test_bad_input(text: str, message: str) -> None:
