@@ -377,13 +377,12 @@ class LossCheck:
         padding = [(parts or [data])[0]] * (_MOST_PARTS - len(parts) if self._gathers else 0)
         calls = [data, *padding, *parts]
         losses: list[float] = []
-        handle = register_module_forward_pre_hook(_refuse_pass)
-        for call in calls:
-            try:
-                losses.append(float(first_loss(loss_func(*call)).detach()))
-            except Exception:
-                log.debug("whether the loss is a %s over samples cannot be tested", law, exc_info=True)
-        handle.remove()
+        with register_module_forward_pre_hook(_refuse_pass):  # also removed if the user interrupts
+            for call in calls:
+                try:
+                    losses.append(float(first_loss(loss_func(*call)).detach()))
+                except Exception:
+                    log.debug("whether the loss is a %s over samples cannot be tested", law, exc_info=True)
         if len(losses) < len(calls) or not parts or self.finding:
             return
         if losses[0] != value and math.isfinite(value):  # it draws random numbers

@@ -166,7 +166,7 @@ class TraceFallbacks:
         if count == 1:
             return (tokens,)
         # Shorter ones, since no model runs more tokens than the user gave it. Few tokens have no quarter.
-        if tokens < 4:  # one token is no sequence
+        if tokens < 4:  # a shorter one would be a single token, which is priced as none
             return (tokens, tokens + 1, tokens + 2)
         return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens - 1, tokens - 2)
 

@@ -75,4 +75,6 @@ def test_masters_belong_to_the_optimizer() -> None:
     plain = run_ranks(_kept, 2, args=([("ddp", {"reducer": "torch"})],))
     assert plain == [(whole, whole, 2 * whole + counters)] * 2
     half = run_ranks(_kept, 2, args=(["ddp", ("half", "fp16")],))
-    assert half == [(whole // 2, whole, 3 * whole + counters)] * 2
+    assert half == [(whole // 2, whole // 2, 3 * whole + counters)] * 2, (
+        "gradients are fp32 in the update alone"
+    )

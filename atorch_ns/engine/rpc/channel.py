@@ -135,7 +135,8 @@ class CoordinatorChannel:
                 return self.call(name, request, timeout_s=timeout_s)
             except UnreachableError as error:
                 now = time.monotonic()
-                if now - attempt > timeout_s + _LATE_S:  # this process was suspended, which is no silence
+                # This process was suspended: the other was not silent.
+                if now - attempt > timeout_s + _LATE_S:
                     start = now
                 silence_s = now - start
                 never_heard = not self._has_answered and not error.connected

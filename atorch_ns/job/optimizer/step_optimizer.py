@@ -62,9 +62,7 @@ class MasterWeights:
         """Returns whether the parameter is narrower than its master and was written since the last copy."""
         master = self._masters.get(parameter)
         is_narrow = master is not None and master.dtype != parameter.dtype
-        mark = self._marks.get(
-            parameter
-        )  # None: nothing was copied yet, as where the first steps are skipped
+        mark = self._marks.get(parameter)  # None before the first copy: first steps may be skipped
         return is_narrow and mark is not None and mark != _version_mark(parameter)
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
