@@ -135,8 +135,7 @@ class CoordinatorChannel:
                 return self.call(name, request, timeout_s=timeout_s)
             except UnreachableError as error:
                 now = time.monotonic()
-                # This process was suspended: the other was not silent.
-                if now - attempt > timeout_s + _LATE_S:
+                if now - attempt > timeout_s + _LATE_S:  # this process was suspended, the other not silent
                     start = now
                 silence_s = now - start
                 never_heard = not self._has_answered and not error.connected
